@@ -1,0 +1,46 @@
+"""Token mixers by name: `layers.build("Attention", dim=192, num_heads=3)`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from layers.attention import Attention
+from layers.base import TokenMixer
+from utils import Call, Registry, check_options, options_of, parse_call
+
+LAYERS: Registry[type[TokenMixer]] = Registry("layer", "layer")
+for _layer in (Attention,):
+    LAYERS.register()(_layer)
+
+CONTEXT = ("grid", "num_prefix_tokens")  # what the model knows and a layer may ask for
+
+
+def build(
+    spec: str | Call,
+    *,
+    dim: int,
+    num_heads: int,
+    grid: tuple[int, int] | None = None,
+    num_prefix_tokens: int = 0,
+    **options: Any,
+) -> TokenMixer:
+    """A layer from its name or call. Options in the call win over `options`; one the layer does not have is an error.
+
+    `grid` and `num_prefix_tokens` reach only the layers that declare them.
+    """
+    call = parse_call(spec, "layer") if isinstance(spec, str) else spec
+    layer = LAYERS[call.name]
+    merged = {**options, **call.options}
+    check_options(call.name, layer, merged)
+    context = {"grid": grid, "num_prefix_tokens": num_prefix_tokens}
+    wanted = {k: v for k, v in context.items() if k in options_of(layer)}
+    return layer(dim, num_heads, **{**wanted, **merged})
+
+
+def pick_options(layer: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Those of `options` that the layer has: flags are shared by many layers, each takes its own."""
+    known = options_of(LAYERS[layer])
+    return {k: v for k, v in options.items() if k in known}
+
+
+__all__ = ["CONTEXT", "LAYERS", "Attention", "TokenMixer", "build", "pick_options"]

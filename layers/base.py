@@ -1,0 +1,76 @@
+"""The layer contract: projections once, here; a layer is its `mix`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from utils import BadOption
+
+
+class TokenMixer(nn.Module):
+    """(B, N, C) to (B, N, C), in the place of self-attention. Subclasses write `mix(q, k, v)`.
+
+    Parameter names are timm's (`qkv.weight`, `proj.weight`, `q_norm.*`), so pretrained weights load into every layer.
+    Options are keyword-only; a subclass adds its own before `**base` and the registry reads them from the signature.
+    A layer that needs the token grid declares the options `grid` and `num_prefix_tokens`: (h, w) patches that follow
+    so many class and register tokens. Who builds the layer fills them in.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        *,
+        qkv_bias: bool = False,
+        proj_bias: bool = False,
+        qk_norm: Callable[[int], nn.Module] | None = None,
+        attention_dropout: float = 0.0,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if num_heads < 1:
+            raise BadOption("num_heads", "must be at least 1", num_heads)
+        if dim % num_heads:
+            raise BadOption("d_hidden", f"must be divisible by num_heads ({num_heads})", dim)
+        self.dim, self.num_heads, self.head_dim = dim, num_heads, dim // num_heads
+        self.scale = self.head_dim**-0.5
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
+        self.q_norm = qk_norm(self.head_dim) if qk_norm else nn.Identity()
+        self.k_norm = qk_norm(self.head_dim) if qk_norm else nn.Identity()
+        self.attn_drop = nn.Dropout(attention_dropout)
+        self.proj = nn.Linear(dim, dim, bias=proj_bias)
+        self.proj_drop = nn.Dropout(dropout)
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Queries, keys and values, each (B, H, N, D), to outputs (B, H, N, D)."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        if attn_mask is not None or is_causal:
+            raise ValueError(f"{type(self).__name__} chooses its own neighbors and takes no attention mask")
+        b, n, c = x.shape
+        q, k, v = self.qkv(x).reshape(b, n, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)  # each (B, H, N, D)
+        out = self.mix(self.q_norm(q), self.k_norm(k), v)  # (B, H, N, D)
+        return self.proj_drop(self.proj(out.transpose(1, 2).reshape(b, n, c)))
+
+    @property
+    def attention_dropout(self) -> float:
+        """The dropout that applies now: none in eval()."""
+        return self.attn_drop.p if self.training else 0.0
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, num_heads={self.num_heads}"
+
+
+def check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise BadOption(option, f"must be one of {', '.join(choices)}", value)
+
+
+def check_at_least(option: str, value: int, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise BadOption(option, f"must be a whole number of at least {least}", value)
+
+

@@ -1,0 +1,229 @@
+"""What every part of the toolkit shares: errors a user can act on, registries of parts, seeds.
+
+Nothing here imports torch on loading: the command line answers before torch is read.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+import os
+import platform
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+# ---------------------------------------------------------------- errors
+
+
+class BadOption(ValueError):
+    """A value that a user can mend. It reads: option, rule, value ("K must be at most 16, got 25").
+
+    Options carry the names of the flags, so the command line only has to put "--" before them.
+    """
+
+    def __init__(self, option: str, rule: str, value: Any = None) -> None:
+        self.option, self.rule, self.value = option, rule, value
+        got = "" if value is None else f", got {value!r}" if isinstance(value, str) else f", got {value}"
+        super().__init__(f"{option} {rule}{got}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """' (did you mean X?)' for a name that is nearly one of `known`, else ''."""
+    folded = {k.lower(): k for k in known}
+    match = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.5)
+    return f" (did you mean {folded[match[0]]!r}?)" if match else ""
+
+
+# ---------------------------------------------------------------- parts by name
+
+
+@dataclass(frozen=True)
+class Call:
+    """`Name(option=value, ...)`, as typed."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        inside = ", ".join(f"{k}={v!r}" for k, v in self.options.items())
+        return f"{self.name}({inside})" if inside else self.name
+
+
+def parse_call(text: str, flag: str) -> Call:
+    """One `Name` or `Name(option=value)`; values are Python literals, nothing is evaluated."""
+    name, bracket, rest = text.strip().partition("(")
+    if not bracket:
+        return Call(name)
+    try:
+        node = ast.parse(f"f({rest}", mode="eval").body
+        if not isinstance(node, ast.Call) or node.args or not all(k.arg for k in node.keywords):
+            raise ValueError
+        options = {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
+    except (SyntaxError, ValueError):
+        raise BadOption(flag, "must read Name(option=value, ...), values being numbers, 'text', True, False or None", text) from None
+    return Call(name.strip(), options)
+
+
+def parse_pattern(text: str, depth: int, flag: str) -> list[Call]:
+    """A pattern over depth: "A*6,B(K=9)*6" for 12 blocks. A pattern shorter than the depth repeats if it fits."""
+    calls: list[Call] = []
+    for part in _split_outside_brackets(text):
+        call, star, count = part.rpartition("*") if ")" not in part.rpartition("*")[2] else ("", "", part)
+        times = 1
+        if star:
+            if not count.strip().isdigit() or int(count) < 1:
+                raise BadOption(flag, "must read Name*COUNT, with a count of 1 or more", part)
+            times = int(count)
+        calls += [parse_call(call if star else part, flag)] * times
+    if not calls or depth % len(calls):
+        raise BadOption(flag, f"must name as many layers as there are blocks ({depth}) or a divisor of it ({len(calls)} named)", text)
+    return calls * (depth // len(calls))
+
+
+def _split_outside_brackets(text: str) -> list[str]:
+    parts, level = [""], 0
+    for char in text:
+        level += (char in "([{") - (char in ")]}")
+        if char == "," and level == 0:
+            parts.append("")
+        else:
+            parts[-1] += char
+    return [p.strip() for p in parts if p.strip()]
+
+
+class Registry(Generic[T]):
+    """Names to parts. Refuses duplicates, lists what exists, suggests the nearest name."""
+
+    def __init__(self, flag: str, kind: str) -> None:
+        self.flag, self.kind = flag, kind
+        self._parts: dict[str, T] = {}
+
+    def register(self, name: str | None = None) -> Callable[[T], T]:
+        def add(part: T) -> T:
+            key = name or getattr(part, "__name__")  # noqa: B009  (T need not have a name)
+            if key in self._parts:
+                raise ValueError(f"a {self.kind} named {key!r} is registered already")
+            self._parts[key] = part
+            return part
+
+        return add
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self._parts:
+            raise BadOption(self.flag, f"must be one of {', '.join(self._parts)}{nearest(name, self._parts)}", name)
+        return self._parts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._parts
+
+
+def options_of(part: Callable[..., Any]) -> dict[str, Any]:
+    """The keyword-only options of a part and their defaults, read from its signature (and its bases', through **options)."""
+    found: dict[str, Any] = {}
+    owners = [c.__init__ for c in part.__mro__ if "__init__" in vars(c)] if inspect.isclass(part) else [part]
+    for owner in owners:
+        parameters = inspect.signature(owner).parameters.values()
+        found |= {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in found}
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+    return found
+
+
+def check_options(name: str, part: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Every option must be one that the part has."""
+    known = options_of(part)
+    for option in options:
+        if option not in known:
+            raise BadOption(name, f"has no option {option!r}{nearest(option, known)}; it has {', '.join(known) or 'none'}")
+
+
+def first_line(part: Any) -> str:
+    return (inspect.getdoc(part) or "").partition("\n")[0]
+
+
+# ---------------------------------------------------------------- randomness
+
+
+def mix(*words: int) -> int:
+    """Integers to one 63-bit seed: a stream of its own for each (seed, epoch, ...)."""
+    state = 0
+    for word in words:
+        state = (state ^ (word & 0xFFFFFFFFFFFFFFFF)) + 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 31
+    return state >> 1
+
+
+def uniforms(seed: int, rows: Any, draws: int) -> Any:
+    """(rows, draws) numbers in [0, 1), each a function of (seed, row, draw) alone.
+
+    Not a generator that runs: the same row gets the same numbers whatever came before it, so neither the batch size,
+    nor the workers, nor a stop in the middle of an epoch changes them.
+    """
+    import numpy as np
+
+    counter = np.asarray(rows, np.uint64)[:, None] * np.uint64(draws) + np.arange(draws, dtype=np.uint64)  # (rows, draws)
+    state = (counter + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(mix(seed))
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        state = (state ^ (state >> np.uint64(shift))) * np.uint64(factor)
+    return ((state ^ (state >> np.uint64(31))) >> np.uint64(40)).astype(np.float32) / np.float32(1 << 24)
+
+
+def seed_everything(seed: int, deterministic: bool = False) -> None:
+    """Seeds Python, NumPy and torch; call it before the model is built."""
+    import numpy as np
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(deterministic)
+
+
+# ---------------------------------------------------------------- where and with what a run was made
+
+
+def versions() -> dict[str, str]:
+    from importlib import metadata
+
+    found = {"python": platform.python_version()}
+    for package in ("torch", "torchvision", "timm", "numpy", "faiss-cpu", "natten"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git_state() -> dict[str, Any] | None:
+    """Commit of the toolkit's own code and whether it was changed since; None outside a git checkout."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def say(message: str) -> None:
+    """What was chosen, and why: one line on standard error."""
+    print(message, file=sys.stderr, flush=True)

@@ -40,6 +40,7 @@ class TokenMixer(nn.Module):
         self.q_norm = qk_norm(self.head_dim) if qk_norm else nn.Identity()
         self.k_norm = qk_norm(self.head_dim) if qk_norm else nn.Identity()
         self.attn_drop = nn.Dropout(attention_dropout)
+        self.norm = nn.Identity()  # of the output, before `proj`; a model whose attention was swapped may bring a real one
         self.proj = nn.Linear(dim, dim, bias=proj_bias)
         self.proj_drop = nn.Dropout(dropout)
 
@@ -53,7 +54,7 @@ class TokenMixer(nn.Module):
         b, n, c = x.shape
         q, k, v = self.qkv(x).reshape(b, n, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)  # each (B, H, N, D)
         out = self.mix(self.q_norm(q), self.k_norm(k), v)  # (B, H, N, D)
-        return self.proj_drop(self.proj(out.transpose(1, 2).reshape(b, n, c)))
+        return self.proj_drop(self.proj(self.norm(out.transpose(1, 2).reshape(b, n, c))))
 
     @property
     def attention_dropout(self) -> float:

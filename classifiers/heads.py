@@ -1,0 +1,57 @@
+"""Heads: features to a loss in training and to log-probabilities in evaluation. The loop calls all of them alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from utils import Registry
+
+
+class Head(nn.Module):
+    """The head contract.
+
+    `loss(features, target, index)` gives named terms, whose sum is minimized. target: class numbers (B,) or soft targets (B, C).
+    index: row numbers in the training split, (B,) or (B, 2) for mixed rows; a head that looks at neighbors excludes them.
+    `forward(features)` gives log-probabilities. `refresh(bank)` is called when the training embeddings are new.
+    """
+
+    def loss(self, features: Tensor, target: Tensor, index: Tensor) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def refresh(self, bank: Any) -> None:
+        """A head without a bank has nothing to refresh."""
+
+
+HEADS: Registry[type[Head]] = Registry("head", "head")
+
+
+@HEADS.register("linear")
+class LinearHead(Head):
+    """One linear layer; cross-entropy, or squared error to the one-hot label (arXiv 2006.07322)."""
+
+    def __init__(
+        self,
+        num_features: int,
+        num_classes: int,
+        *,
+        criterion: str = "CrossEntropy",
+        label_smoothing: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.fc = nn.Linear(num_features, num_classes)
+        nn.init.trunc_normal_(self.fc.weight, std=0.02)
+        nn.init.zeros_(self.fc.bias)
+        self.criterion, self.label_smoothing = criterion, label_smoothing
+
+    def loss(self, features: Tensor, target: Tensor, index: Tensor) -> dict[str, Tensor]:
+        logits = self.fc(features).float()
+        if self.criterion == "CrossEntropy":
+            return {"cross_entropy": F.cross_entropy(logits, target, label_smoothing=self.label_smoothing)}
+        soft = target if target.ndim == 2 else F.one_hot(target, logits.shape[1]).to(logits.dtype)
+        return {"squared_error": F.mse_loss(logits, soft * (1 - self.label_smoothing) + self.label_smoothing / logits.shape[1])}
+
+    def forward(self, features: Tensor) -> Tensor:
+        return F.log_softmax(self.fc(features).float(), 1)

@@ -1,0 +1,256 @@
+"""Every flag once: its name, default, help, topic and rule. The command line, YAML files and checkpoints all read this page.
+
+Loads without torch, so that --help answers at once. A default of None means: set by the data set's preset, or by the layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from utils import BadOption, nearest
+
+Rule = tuple[Callable[[Any], bool], str]
+
+
+def at_least(least: float) -> Rule:
+    return lambda value: value >= least, f"must be at least {least}"
+
+
+def above(low: float) -> Rule:
+    return lambda value: value > low, f"must be above {low}"
+
+
+def share(*, open_top: bool = True) -> Rule:
+    """A fraction: [0, 1) by default, [0, 1] otherwise."""
+    return (lambda v: 0 <= v < 1, "must be at least 0 and below 1") if open_top else (lambda v: 0 <= v <= 1, "must be between 0 and 1")
+
+
+PART: Rule = (lambda v: 0 < v <= 1, "must be above 0 and at most 1")
+
+
+def flag(default: Any, topic: str, text: str, *, rule: Rule | None = None, choices: Iterable[str] = (), preset: bool = False) -> Any:
+    """A dataclass field that is a flag. `preset` says in the help that the default is the data set's."""
+    return dataclasses.field(default=default, metadata=dict(topic=topic, help=text, rule=rule, choices=tuple(choices), preset=preset))
+
+
+MODEL, LAYER, DATA, TRAIN, SYSTEM, OUTPUT = "Model", "Layer options", "Data", "Training", "System", "Output"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One run. What a value must satisfy stands beside it; what it must satisfy together with others is checked where it is used."""
+
+    model: str = flag(None, MODEL, "vit, mlp (tables), or timm/NAME for any timm model", preset=True)
+    layer: str = flag("Attention", MODEL, 'NAME, "NAME(option=value)", or a pattern over depth "A*6,B(K=9)*6"')
+    head: str = flag("linear", MODEL, "classifier on the features")
+    patch_size: int = flag(None, MODEL, "side of a patch in pixels", rule=at_least(1), preset=True)
+    num_layers: int = flag(None, MODEL, "blocks", rule=at_least(1), preset=True)
+    num_heads: int = flag(None, MODEL, "attention heads", rule=at_least(1), preset=True)
+    d_hidden: int = flag(None, MODEL, "width of a token", rule=at_least(1), preset=True)
+    d_mlp: int = flag(None, MODEL, "width inside the MLP of a block", rule=at_least(1), preset=True)
+    dropout: float = flag(None, MODEL, "dropout after projections and in the MLP", rule=share(), preset=True)
+    attention_dropout: float = flag(None, MODEL, "dropout on attention weights", rule=share(), preset=True)
+    pretrained: str | None = flag(None, MODEL, "hub (timm/NAME's published weights) or FILE.safetensors")
+
+    K: int | None = flag(None, LAYER, "neighbors a token, or window size", rule=at_least(1))
+    convolution_type: str | None = flag(
+        None, LAYER, "convolution over the ranked neighbors", choices=("depthwise", "standard", "depthwise-separable")
+    )
+    softmax_topk_val: bool | None = flag(None, LAYER, "softmax over the K scores, or the raw scores")
+    sampling_type: str | None = flag(None, LAYER, "candidates for neighbors", choices=("all", "random", "spatial", "grid"))
+    num_samples: int | None = flag(None, LAYER, "how many candidates are sampled", rule=at_least(-1))
+    sample_padding: int | None = flag(None, LAYER, "tokens left out at both ends by spatial sampling", rule=at_least(0))
+    magnitude_type: str | None = flag(None, LAYER, "similarity of tokens", choices=("matmul", "cosine", "euclidean"))
+    coordinate_encoding: bool | None = flag(None, LAYER, "append token coordinates before the neighbors are chosen")
+    self_score: str | None = flag(None, LAYER, "score of a token with itself when candidates are sampled", choices=("real", "one"))
+    branch_ratio: float | None = flag(None, LAYER, "share of the channels that goes through ConvNN", rule=share(open_top=False))
+    kernel_size: int | None = flag(None, LAYER, "kernel of the convolution branch", rule=at_least(1))
+    sparse_mode: str | None = flag(None, LAYER, "sparse pattern", choices=("all", "local", "strided"))
+    sparse_context_window: int | None = flag(None, LAYER, "window or stride of the sparse pattern", rule=at_least(1))
+
+    dataset: str = flag("digits", DATA, "a name, folder:PATH, npz:FILE or csv:FILE:TARGET")
+    data_path: str = flag("./data", DATA, "where data sets are read from and downloaded to")
+    resize: int | None = flag(None, DATA, "image side that the model sees (0: as it is)", rule=at_least(0), preset=True)
+    augment: bool = flag(None, DATA, "random crops, and flips where they keep the class", preset=True)
+    noise: float = flag(0.0, DATA, "standard deviation of Gaussian noise on all images (pixels in 0..1)", rule=at_least(0))
+    val_fraction: float = flag(0.1, DATA, "share of the training set held out for validation", rule=share())
+    label_noise: str | None = flag(None, DATA, "RATE[:symmetric|asymmetric] or FILE.npz:KEY, training split only")
+    imbalance: float = flag(1.0, DATA, "long tail: rows of the last class / rows of the first", rule=PART)
+
+    num_epochs: int = flag(None, TRAIN, "passes over the training split", rule=at_least(1), preset=True)
+    batch_size: int = flag(None, TRAIN, "rows a step", rule=at_least(1), preset=True)
+    optimizer: str = flag("adamw", TRAIN, "optimizer", choices=("adam", "sgd", "adamw"))
+    lr: float = flag(None, TRAIN, "peak learning rate", rule=above(0), preset=True)
+    lr_backbone: float | None = flag(None, TRAIN, "learning rate of the backbone (default: --lr)", rule=at_least(0))
+    weight_decay: float = flag(None, TRAIN, "weight decay, on matrices only", rule=at_least(0), preset=True)
+    momentum: float = flag(0.9, TRAIN, "momentum of sgd", rule=share())
+    scheduler: str = flag(None, TRAIN, "learning rate over time", choices=("step", "cosine", "plateau", "none"), preset=True)
+    lr_step: int = flag(20, TRAIN, "epochs between steps; epochs without progress for plateau", rule=at_least(1))
+    lr_gamma: float = flag(0.1, TRAIN, "factor of a step", rule=PART)
+    warmup_epochs: float = flag(None, TRAIN, "linear warm-up", rule=at_least(0), preset=True)
+    criterion: str = flag("CrossEntropy", TRAIN, "loss of the linear head", choices=("CrossEntropy", "MSE"))
+    label_smoothing: float = flag(0.0, TRAIN, "share of the target spread over all classes", rule=share())
+    mixup_alpha: float = flag(0.0, TRAIN, "MixUp, Beta(a, a); 0 is off", rule=at_least(0))
+    cutmix_alpha: float = flag(0.0, TRAIN, "CutMix, Beta(a, a); 0 is off", rule=at_least(0))
+    clip_grad_norm: float = flag(1.0, TRAIN, "largest gradient norm; 0 is off", rule=at_least(0))
+    accumulate: int = flag(1, TRAIN, "batches an optimizer step", rule=at_least(1))
+    ema_decay: float = flag(0.0, TRAIN, "average the weights over steps and evaluate the average; 0 is off", rule=share())
+    patience: int = flag(0, TRAIN, "stop after so many epochs without a better validation accuracy; 0 is off", rule=at_least(0))
+
+    device: str = flag("auto", SYSTEM, "where to compute", choices=("auto", "cpu", "cuda", "mps"))
+    seed: int = flag(0, SYSTEM, "weights, order, split, augmentation and noise follow from it", rule=at_least(0))
+    deterministic: bool = flag(False, SYSTEM, "same numbers on every run with the same thread count; errors where torch can't")
+    workers: int | None = flag(None, SYSTEM, "processes that read image files (default: the cores, 8 at most)", rule=at_least(0))
+    use_amp: bool = flag(False, SYSTEM, "bf16 autocast (fp16 with loss scaling on GPUs without bf16)")
+    use_compiled: bool = flag(False, SYSTEM, "torch.compile the backbone")
+    compile_mode: str = flag("default", SYSTEM, "mode of torch.compile", choices=("default", "reduce-overhead", "max-autotune"))
+    plugin: str | None = flag(None, SYSTEM, "FILE.py of your own layers, heads, models and data sets, imported first")
+
+    output_dir: str | None = flag(None, OUTPUT, "directory of the run (default: runs/DATE-DATASET-LAYER)")
+    tracker: str = flag("none", OUTPUT, "where metrics go besides metrics.jsonl", choices=("none", "tensorboard", "wandb", "trackio"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Action:
+    """What to do this time; not part of what a run is, so not saved with it."""
+
+    config: str | None = flag(None, OUTPUT, "FILE.yaml of defaults (a run's config.yaml repeats it); the command line wins")
+    overwrite: bool = flag(False, OUTPUT, "replace the run that --output_dir holds")
+    resume: str | None = flag(None, OUTPUT, "RUN to continue as if it had never stopped")
+    stop_after: int | None = flag(None, OUTPUT, "end this sitting after so many epochs in all; --resume goes on", rule=at_least(1))
+    test_only: bool = flag(False, OUTPUT, "evaluate --checkpoint and stop")
+    checkpoint: str | None = flag(None, OUTPUT, "RUN, or a folder in its checkpoints, for --test_only")
+
+
+LAYER_OPTIONS = tuple(f.name for f in dataclasses.fields(Config) if f.metadata["topic"] == LAYER)
+SHARED_OPTIONS = ("dropout", "attention_dropout")  # of the model and of its layers
+
+# What may differ between a checkpoint and its evaluation, or a run and its continuation, without changing what the run is.
+PLACE = frozenset({"data_path", "device", "workers", "use_compiled", "compile_mode", "tracker", "output_dir", "plugin"})
+FREE_IN_TEST = PLACE | {"dataset", "batch_size", "noise", "use_amp", "deterministic"}
+FREE_IN_RESUME = PLACE | {"num_epochs", "patience"}
+
+# ---------------------------------------------------------------- presets
+
+_SMALL = dict(num_layers=6, num_heads=3, d_hidden=96, d_mlp=192, num_epochs=20, batch_size=128, lr=1e-3, weight_decay=0.05)
+_DIGITS = dict(num_layers=4, num_heads=4, d_hidden=64, d_mlp=128)
+_TINY = dict(patch_size=16, resize=224, num_layers=12, num_heads=3, d_hidden=192, d_mlp=768, dropout=0.1, attention_dropout=0.1)
+_PAPER = dict(num_epochs=150, batch_size=256, lr=1e-4, weight_decay=0.01, scheduler="none", warmup_epochs=0)  # arXiv 2511.14137
+
+IMAGES: dict[str, Any] = dict(
+    model="vit", resize=0, augment=False, dropout=0.0, attention_dropout=0.0, scheduler="cosine", warmup_epochs=2, **_SMALL
+)
+TABLES: dict[str, Any] = dict(
+    IMAGES, model="mlp", patch_size=1, num_layers=2, num_heads=1, d_hidden=128, d_mlp=256, dropout=0.1, num_epochs=40, batch_size=64
+)
+PRESETS: dict[str, dict[str, Any]] = {
+    "digits": dict(_DIGITS, patch_size=2, num_epochs=40, batch_size=64, lr=3e-3, warmup_epochs=4, augment=True),
+    "mnist": dict(patch_size=4),
+    "fashion-mnist": dict(patch_size=4),
+    "cifar10": {**_TINY, **_PAPER},
+    "cifar100": {**_TINY, **_PAPER},
+    "imagenet": {**_TINY, **_PAPER, "num_epochs": 300, "batch_size": 1024, "lr": 1e-3, "augment": True, "warmup_epochs": 5},
+    "fake": dict(num_epochs=2),
+}
+
+
+def patch_size_for(height: int, width: int) -> int:
+    """The smallest patch that divides both sides and leaves at most 14 x 14 patches: 32 gives 4, 224 gives 16."""
+    for patch in range(1, min(height, width) + 1):
+        if height % patch == 0 and width % patch == 0 and height * width <= 196 * patch * patch:
+            return patch
+    return min(height, width)
+
+
+def resolve(given: Mapping[str, Any], *, shape: tuple[int, ...]) -> Config:
+    """The whole configuration: what was given, over the data set's preset, over the defaults for its kind of rows."""
+    images = len(shape) == 3
+    name = given.get("dataset", "digits").partition(":")[0].partition("(")[0]
+    preset = {**(IMAGES if images else TABLES), **PRESETS.get(name, {})}
+    if str(given.get("model", "")).startswith("timm/"):
+        preset["resize"] = None  # the model's own size, or the images' as they are: known once the model is
+    values = {**preset, **given}
+    if images and "patch_size" not in values:
+        side = values["resize"]
+        values["patch_size"] = patch_size_for(*((side, side) if side else shape[1:]))
+    return Config(**values)
+
+
+# ---------------------------------------------------------------- checks and files
+
+
+def check(values: Mapping[str, Any], *owners: type) -> None:
+    """Each given value against its type, choices and rule; one that fails is named."""
+    known = {f.name: f for owner in owners for f in dataclasses.fields(owner)}
+    for name, value in values.items():
+        if name not in known:
+            raise BadOption(name, f"is not an option{nearest(name, known)}")
+        if value is None:
+            continue
+        kind, meta = kind_of(known[name]), known[name].metadata
+        if not (isinstance(value, kind) or (kind is float and isinstance(value, int))) or (isinstance(value, bool) and kind is not bool):
+            raise BadOption(name, f"must be {_KINDS[kind]}", value)
+        if kind is float and value != value:
+            raise BadOption(name, "must be a number", value)
+        if meta["choices"] and value not in meta["choices"]:
+            raise BadOption(name, f"must be one of {', '.join(meta['choices'])}{nearest(str(value), meta['choices'])}", value)
+        if meta["rule"] and not meta["rule"][0](value):
+            raise BadOption(name, meta["rule"][1], value)
+
+
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+def kind_of(field: dataclasses.Field[Any]) -> type:
+    """int, float, bool or str, without the None."""
+    hint = _hints(field.name)
+    return next(a for a in typing.get_args(hint) if a is not type(None)) if isinstance(hint, types.UnionType) else hint
+
+
+def _hints(name: str) -> Any:
+    hints = {**typing.get_type_hints(Config), **typing.get_type_hints(Action)}
+    return hints[name]
+
+
+def read_yaml(path: str) -> dict[str, Any]:
+    import yaml
+
+    try:
+        values = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise BadOption("config", f"must be a file that can be read ({error.strerror})", path) from None
+    except (yaml.YAMLError, UnicodeDecodeError):
+        raise BadOption("config", "must be a YAML file", path) from None
+    if not isinstance(values, dict):
+        raise BadOption("config", "must hold 'option: value' lines", path)
+    for key, value in values.items():
+        if isinstance(value, str) and kind_of_name(key) is float:
+            values[key] = _number(key, value)  # YAML reads 1e-3 as text
+    check(values, Config)
+    return {k: v for k, v in values.items() if v is not None}
+
+
+def kind_of_name(name: str) -> type | None:
+    return next((kind_of(f) for f in dataclasses.fields(Config) if f.name == name), None)
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise BadOption(name, "must be a number", text) from None
+
+
+def to_yaml(config: Config) -> str:
+    import yaml
+
+    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
+
+
+NAMES = frozenset(f.name for owner in (Config, Action) for f in dataclasses.fields(owner))

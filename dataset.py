@@ -1,0 +1,427 @@
+"""Named data sets to training, validation and test splits: what the rows are. How they become batches is in batches.py.
+
+Order of events: the source is read, validation rows come out of the training set (stratified, from the seed), then long tail
+and label noise change what is left for training. Validation and test stay as they are; test is only tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tables import Encoder, Table, read_adult, read_csv, read_wine_quality
+from utils import BadOption, Call, Registry, check_options, mix, parse_call
+
+IMAGE_FILES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+FILE_SIZE = 224  # image files have many sizes; the model sees this one unless --resize says otherwise
+TEST_SHARE, TEST_SEED = 0.2, 0  # for sources without a test set: the same rows whatever --seed is
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a data set's function returns.
+
+    x: uint8 images (N, H, W) or (N, H, W, C), float rows (N, F), a `Table`, or paths of image files. y: one label a row.
+    Without a test set, a fifth of the rows becomes one. `flip`: does a mirror image keep its class?
+    """
+
+    x_train: Any
+    y_train: Any
+    x_test: Any = None
+    y_test: Any = None
+    x_val: Any = None
+    y_val: Any = None
+    classes: tuple[str, ...] | None = None
+    flip: bool = True
+    confusable: dict[int, int] | None = None  # class to the class it is mistaken for, for asymmetric label noise
+
+
+@dataclass(frozen=True)
+class Split:
+    """x: uint8 images (N, C, H, W), float32 rows (N, F), or paths. y: int64 class numbers."""
+
+    x: np.ndarray
+    y: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+
+@dataclass(frozen=True)
+class Data:
+    name: str
+    kind: str  # image | files | table
+    shape: tuple[int, ...]  # (C, H, W) or (features,)
+    classes: tuple[str, ...]
+    train: Split
+    val: Split | None
+    test: Split
+    flip: bool
+    fitted: dict[str, Any]  # what was fitted on the training split: mean and std, or the table encoder
+    facts: dict[str, Any] = field(default_factory=dict)  # recorded in the run
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.classes)
+
+
+DATASETS: Registry[Callable[..., Source]] = Registry("dataset", "data set")
+PREFIXES = {"folder": "folder:PATH", "npz": "npz:FILE", "csv": "csv:FILE:TARGET"}
+
+
+def load(
+    name: str,
+    data_path: str = "./data",
+    *,
+    val_fraction: float = 0.1,
+    seed: int = 0,
+    label_noise: str | None = None,
+    imbalance: float = 1.0,
+    fitted: dict[str, Any] | None = None,
+) -> Data:
+    """A data set by name, split. `fitted` re-uses the statistics of an earlier run instead of those of this training split."""
+    source = _with_test_set(_read(name, Path(data_path)))
+    labels, classes = _number_classes(source)
+    kind = _kind(source.x_train)
+    everything = np.arange(len(labels["train"]))
+    val_rows = np.empty(0, np.int64) if source.x_val is not None else stratified(labels["train"], val_fraction, mix(seed, 1))
+    train_rows = np.setdiff1d(everything, val_rows)
+    if imbalance < 1:
+        train_rows = train_rows[long_tail(labels["train"][train_rows], imbalance, len(classes), mix(seed, 2))]
+    clean = labels["train"][train_rows]
+    noisy = noisy_labels(label_noise, clean, train_rows, everything.size, classes, source.confusable, mix(seed, 3))
+    if len(train_rows) < 2:
+        raise BadOption("dataset", f"must leave at least 2 training rows after the splits ({len(train_rows)} left)", name)
+
+    fitted = fitted or _fit(kind, source.x_train[train_rows])
+    train = Split(_encode(kind, source.x_train[train_rows], fitted), noisy)
+    if source.x_val is not None:
+        val: Split | None = Split(_encode(kind, source.x_val, fitted), labels["val"])
+    else:
+        val = Split(_encode(kind, source.x_train[val_rows], fitted), labels["train"][val_rows]) if len(val_rows) else None
+    test = Split(_encode(kind, source.x_test, fitted), labels["test"])
+    shape = (3, FILE_SIZE, FILE_SIZE) if kind == "files" else train.x.shape[1:]
+    facts = {
+        "train": len(train),
+        "val": len(val) if val else 0,
+        "test": len(test),
+        "class_counts": np.bincount(train.y, minlength=len(classes)).tolist(),
+        "label_noise_rate": float(np.mean(noisy != clean)),
+    }
+    return Data(name, kind, shape, classes, train, val, test, source.flip, fitted, facts)
+
+
+# ---------------------------------------------------------------- sources by name
+
+
+def _read(name: str, root: Path) -> Source:
+    prefix, colon, rest = name.partition(":")
+    if colon and prefix in PREFIXES:
+        if not rest:
+            raise BadOption("dataset", f"must read {PREFIXES[prefix]}", name)
+        return {"folder": read_folder, "npz": read_npz, "csv": _csv}[prefix](rest)
+    call: Call = parse_call(name, "dataset")
+    if call.name not in DATASETS:
+        known = Registry[Any]("dataset", "data set")
+        for key in (*DATASETS, *PREFIXES.values()):
+            known.register(key)(None)
+        known[call.name]  # raises, naming the nearest
+    check_options(call.name, DATASETS[call.name], call.options)
+    return DATASETS[call.name](root, **call.options)
+
+
+@DATASETS.register("digits")
+def digits(root: Path) -> Source:
+    """scikit-learn's 1,797 handwritten digits, 8 x 8; ships with it."""
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    return Source(np.rint(bunch.images * (255 / 16)).astype(np.uint8), bunch.target, flip=False)
+
+
+def _torchvision(root: Path, dataset: str, files: str, **facts: Any) -> Source:
+    """A torchvision set: from `root` if it is there, else downloaded to it."""
+    import torchvision.datasets as tv
+
+    def fetch(train: bool) -> Any:
+        try:
+            return getattr(tv, dataset)(root, train=train, download=False)
+        except RuntimeError:  # torchvision's word for "not found or corrupted"
+            return getattr(tv, dataset)(root, train=train, download=True)
+
+    try:
+        train, test = fetch(True), fetch(False)
+    except (RuntimeError, OSError) as error:
+        _remove_empty(root)  # torchvision makes folders before it downloads
+        reason = str(error).replace("\n", " ")[:80]
+        raise BadOption("data_path", f"must hold {files}, and they could not be downloaded ({reason})", str(root)) from None
+    x_train, y_train, x_test, y_test = (np.asarray(a) for a in (train.data, train.targets, test.data, test.targets))
+    return Source(x_train, y_train, x_test, y_test, classes=tuple(train.classes), **facts)
+
+
+def _remove_empty(root: Path) -> None:
+    for folder in sorted((p for p in [root, *root.rglob("*")] if p.is_dir()), reverse=True):
+        if not any(folder.iterdir()):
+            folder.rmdir()
+
+
+_IDX = "{}/raw/train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte"
+
+
+@DATASETS.register("mnist")
+def mnist(root: Path) -> Source:
+    """Handwritten digits, 28 x 28, 60,000 + 10,000."""
+    return _torchvision(root, "MNIST", _IDX.format("MNIST"), flip=False)
+
+
+@DATASETS.register("fashion-mnist")
+def fashion_mnist(root: Path) -> Source:
+    """Pictures of clothes, 28 x 28, 60,000 + 10,000."""
+    return _torchvision(root, "FashionMNIST", _IDX.format("FashionMNIST"))
+
+
+@DATASETS.register("cifar10")
+def cifar10(root: Path) -> Source:
+    """Small photographs of 10 classes, 32 x 32, 50,000 + 10,000."""
+    # airplane 0, car 1, bird 2, cat 3, deer 4, dog 5, horse 7, truck 9: the pairs of Patrini et al. (arXiv 1609.03683)
+    pairs = {9: 1, 2: 0, 4: 7, 3: 5, 5: 3}
+    return _torchvision(root, "CIFAR10", "cifar-10-batches-py/data_batch_1 to 5, test_batch and batches.meta", confusable=pairs)
+
+
+@DATASETS.register("cifar100")
+def cifar100(root: Path) -> Source:
+    """Small photographs of 100 classes, 32 x 32, 50,000 + 10,000."""
+    return _torchvision(root, "CIFAR100", "cifar-100-python/train, test and meta")
+
+
+@DATASETS.register("imagenet")
+def imagenet(root: Path) -> Source:
+    """ImageNet-1K: train/CLASS/*.JPEG and val/CLASS/*.JPEG in --data_path."""
+    return read_folder(str(root), "data_path")
+
+
+@DATASETS.register("fake")
+def fake(root: Path, *, train: int = 512, test: int = 128, size: int = 32, channels: int = 3, classes: int = 10) -> Source:
+    """Random images with random labels, to try the machinery: fake(train=512, size=32, classes=10)."""
+    if min(train, test, size, channels, classes) < 1:
+        raise BadOption("dataset", "takes options of at least 1", f"fake(train={train}, test={test}, size={size}, classes={classes})")
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 256, (train + test, size, size, channels), np.uint8)
+    y = np.arange(train + test) % classes
+    return Source(x[:train], y[:train], x[train:], y[train:], classes=tuple(map(str, range(classes))))
+
+
+@DATASETS.register("iris")
+def iris(root: Path) -> Source:
+    """150 flowers, 4 measures, 3 classes; ships with scikit-learn."""
+    from sklearn.datasets import load_iris
+
+    bunch = load_iris()
+    return Source(bunch.data, bunch.target, classes=tuple(map(str, bunch.target_names)))
+
+
+@DATASETS.register("wine")
+def wine(root: Path) -> Source:
+    """178 wines, 13 measures, 3 classes; ships with scikit-learn."""
+    from sklearn.datasets import load_wine
+
+    bunch = load_wine()
+    return Source(bunch.data, bunch.target, classes=tuple(map(str, bunch.target_names)))
+
+
+@DATASETS.register("adult")
+def adult(root: Path) -> Source:
+    """Census rows, 6 numbers and 8 categories: income above 50,000? UCI files or OpenML."""
+    return Source(*read_adult(root))
+
+
+@DATASETS.register("wine-quality")
+def wine_quality(root: Path) -> Source:
+    """6,497 red and white wines, 11 measures: quality 3 to 9. UCI files or OpenML."""
+    return Source(*read_wine_quality(root))
+
+
+def _csv(text: str) -> Source:
+    path, colon, target = text.rpartition(":")
+    if not colon or not path:
+        raise BadOption("dataset", f"must read {PREFIXES['csv']}", f"csv:{text}")
+    return Source(*read_csv(Path(path), target))
+
+
+def read_npz(path: str) -> Source:
+    """x_train, y_train, x_test, y_test: uint8 images, or float rows."""
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            missing = [k for k in ("x_train", "y_train", "x_test", "y_test") if k not in archive]
+            if missing:
+                raise BadOption("dataset", f"needs {', '.join(missing)} in the npz", path)
+            arrays = {k: archive[k] for k in ("x_train", "y_train", "x_test", "y_test", "x_val", "y_val") if k in archive}
+    except BadOption:
+        raise
+    except OSError as error:
+        raise BadOption("dataset", f"must be a file that can be read ({error.strerror or error})", path) from None
+    except ValueError as error:
+        rule = "must hold plain arrays, no object arrays" if "Object arrays" in str(error) else "must be an npz file"
+        raise BadOption("dataset", rule, path) from None
+    except Exception as error:  # zipfile and zlib raise a dozen kinds for a damaged archive
+        raise BadOption("dataset", f"must be an undamaged npz file ({type(error).__name__})", path) from None
+    for part in ("train", "test", "val"):
+        if f"x_{part}" in arrays:
+            _check_arrays(arrays[f"x_{part}"], arrays.get(f"y_{part}"), part, path)
+    if arrays["x_train"].shape[1:] != arrays["x_test"].shape[1:]:
+        raise BadOption("dataset", "needs x_train and x_test rows of one shape", f"{arrays['x_train'].shape}, {arrays['x_test'].shape}")
+    return Source(**arrays)
+
+
+def _check_arrays(x: np.ndarray, y: np.ndarray | None, part: str, path: str) -> None:
+    if y is None or y.ndim != 1 or len(x) != len(y):
+        raise BadOption("dataset", f"needs one label a row: x_{part} {x.shape}, y_{part} {None if y is None else y.shape}", path)
+    if y.dtype.kind not in "iubU":
+        raise BadOption("dataset", f"needs whole numbers or text as labels, y_{part} is {y.dtype}", path)
+    image = x.dtype == np.uint8 and (x.ndim == 3 or (x.ndim == 4 and x.shape[3] in (1, 2, 3, 4)))
+    if not image and not (x.dtype.kind == "f" and x.ndim == 2):
+        raise BadOption("dataset", f"needs uint8 images (N, H, W[, C]) or float rows (N, F), x_{part} is {x.dtype} {x.shape}", path)
+    if not image and not np.isfinite(x).all():
+        raise BadOption("dataset", f"needs finite numbers, x_{part} has NaN or infinity", path)
+
+
+def read_folder(path: str, option: str = "dataset") -> Source:
+    """ImageFolder layout: PATH/CLASS/*.jpg, or PATH/train, PATH/val and PATH/test with classes in them."""
+    root = Path(path)
+    parts = [p for p in ("train", "val", "test") if (root / p).is_dir()]
+    x, y, classes = _list_images(root / "train" if "train" in parts else root, option)
+    held = {p: _list_images(root / p, option, classes) for p in parts if p != "train"} if "train" in parts else {}
+    x_test, y_test, _ = held.pop("test", None) or held.pop("val", None) or (None, None, ())
+    x_val, y_val, _ = held.pop("val", None) or (None, None, ())
+    return Source(x, y, x_test, y_test, x_val, y_val, classes)
+
+
+def _list_images(root: Path, option: str, classes: tuple[str, ...] | None = None) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
+    found = sorted(p.name for p in root.iterdir() if p.is_dir()) if root.is_dir() else []
+    files = [(str(f), c) for c in found for f in sorted((root / c).rglob("*")) if f.suffix.lower() in IMAGE_FILES]
+    if not files:
+        raise BadOption(option, f"must hold CLASS/*{{{', '.join(IMAGE_FILES)}}} or train/CLASS/ and val/CLASS/", str(root))
+    names = classes or tuple(sorted({c for _, c in files}))
+    if strangers := sorted({c for _, c in files} - set(names)):
+        raise BadOption(option, f"has classes that its train folder lacks: {', '.join(strangers[:5])}", str(root))
+    number = {c: i for i, c in enumerate(names)}
+    return np.array([f for f, _ in files]), np.array([number[c] for _, c in files]), names
+
+
+# ---------------------------------------------------------------- splits
+
+
+def _with_test_set(source: Source) -> Source:
+    if source.x_test is not None:
+        return source
+    y = np.asarray(source.y_train)
+    test = stratified(y, TEST_SHARE, TEST_SEED)
+    train = np.setdiff1d(np.arange(len(y)), test)
+    return replace(source, x_train=source.x_train[train], y_train=y[train], x_test=source.x_train[test], y_test=y[test])
+
+
+def _number_classes(source: Source) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
+    """Labels as 0 .. C-1, and the classes' names."""
+    given = {"train": source.y_train, "test": source.y_test, "val": source.y_val}
+    labels = {k: np.asarray(v) for k, v in given.items() if v is not None}
+    if source.classes is not None:
+        return {k: v.astype(np.int64) for k, v in labels.items()}, source.classes
+    values = np.unique(np.concatenate(list(labels.values())))
+    if len(values) < 2:
+        raise BadOption("dataset", f"needs at least two classes ({len(values)} found)")
+    return {k: np.searchsorted(values, v).astype(np.int64) for k, v in labels.items()}, tuple(str(v) for v in values)
+
+
+def _kind(x: Any) -> str:
+    if isinstance(x, Table) or (isinstance(x, np.ndarray) and x.dtype.kind == "f" and x.ndim == 2):
+        return "table"
+    return "files" if np.asarray(x).dtype.kind in "UO" else "image"
+
+
+def _fit(kind: str, x: Any) -> dict[str, Any]:
+    """Statistics of the training split, as JSON."""
+    if kind == "files":
+        return {"mean": list(IMAGENET_MEAN), "std": list(IMAGENET_STD)}
+    if kind == "table":
+        return Encoder.fit(Table.of(x)).to_json()
+    levels = np.arange(256) / 255
+    channels = x.reshape(len(x), *x.shape[1:3], -1)
+    counts = np.stack([np.bincount(channels[..., c].ravel(), minlength=256) for c in range(channels.shape[-1])])  # (C, 256)
+    share = counts / counts.sum(1, keepdims=True)
+    mean = share @ levels
+    std = np.sqrt(np.maximum(share @ levels**2 - mean**2, 0))
+    return {"mean": mean.tolist(), "std": np.where(std > 0, std, 1).tolist()}
+
+
+def _encode(kind: str, x: Any, fitted: dict[str, Any]) -> np.ndarray:
+    if kind == "files":
+        return np.asarray(x)
+    if kind == "table":
+        return Encoder.from_json(fitted).encode(Table.of(x))
+    return np.ascontiguousarray(x.reshape(*x.shape[:3], -1).transpose(0, 3, 1, 2))  # (N, C, H, W)
+
+
+def stratified(y: np.ndarray, fraction: float, seed: int) -> np.ndarray:
+    """Sorted row numbers: `fraction` of every class, rounded; a class keeps at least one row outside."""
+    rng = np.random.default_rng(seed)
+    picked = []
+    for value in np.unique(y):
+        rows = rng.permutation(np.flatnonzero(y == value))
+        picked.append(rows[: min(round(len(rows) * fraction), len(rows) - 1)])
+    return np.sort(np.concatenate(picked))
+
+
+def long_tail(y: np.ndarray, ratio: float, num_classes: int, seed: int) -> np.ndarray:
+    """Rows to keep: class c of C keeps n * ratio^(c / (C - 1)), at least 1; n is the size of the smallest class (arXiv 1901.05555)."""
+    rng = np.random.default_rng(seed)
+    counts = np.bincount(y, minlength=num_classes)
+    most = counts[counts > 0].min()
+    keep = []
+    for c in range(num_classes):
+        wanted = max(1, round(float(most) * ratio ** (c / max(num_classes - 1, 1))))
+        keep.append(rng.permutation(np.flatnonzero(y == c))[:wanted])
+    return np.sort(np.concatenate(keep))
+
+
+def noisy_labels(
+    spec: str | None, y: np.ndarray, rows: np.ndarray, total: int, classes: tuple[str, ...], confusable: dict[int, int] | None, seed: int
+) -> np.ndarray:
+    """Labels after noise: RATE[:symmetric|asymmetric], or FILE.npz:KEY with one label a row of the whole training set."""
+    if not spec:
+        return y
+    head, _, tail = spec.rpartition(":")
+    if ".npz" in spec:
+        return _noise_file(head, tail, spec, total, len(classes))[rows]
+    text, mode = (head, tail) if head else (spec, "symmetric")
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = -1.0
+    if not 0 <= rate <= 1 or mode not in ("symmetric", "asymmetric"):
+        raise BadOption("label_noise", "must read RATE[:symmetric|asymmetric] with a rate in [0, 1], or FILE.npz:KEY", spec)
+    rng = np.random.default_rng(seed)
+    hit = rng.permutation(len(y))[: round(rate * len(y))]
+    noisy = y.copy()
+    if mode == "symmetric":  # any other class
+        noisy[hit] = (y[hit] + rng.integers(1, len(classes), len(hit))) % len(classes)
+    else:
+        other = np.array([(confusable or {}).get(c, c if confusable else (c + 1) % len(classes)) for c in range(len(classes))])
+        noisy[hit] = other[y[hit]]
+    return noisy
+
+
+def _noise_file(path: str, key: str, spec: str, total: int, num_classes: int) -> np.ndarray:
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            labels = archive[key]
+    except Exception as error:  # absent file, absent key, damaged archive: the same advice
+        raise BadOption("label_noise", f"must be FILE.npz:KEY that can be read ({type(error).__name__})", spec) from None
+    if labels.shape != (total,) or labels.dtype.kind not in "iu" or labels.min() < 0 or labels.max() >= num_classes:
+        rule = f"needs one class number (0 to {num_classes - 1}) a training row ({total}), the file has {labels.dtype} {labels.shape}"
+        raise BadOption("label_noise", rule, spec)
+    return labels.astype(np.int64)

@@ -1,0 +1,82 @@
+"""What a person reads of a run: its configuration in a few lines, its final table, its curves."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from config import Config
+from dataset import Data
+from models.cost import parameters
+
+
+def describe(config: Config, data: Data, model: nn.Module) -> str:
+    """The whole configuration, a line a topic; what is unset or belongs to the layers' own defaults is left out."""
+    topics: dict[str, list[str]] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value is not None:
+            topics.setdefault(field.metadata["topic"], []).append(f"{field.name}={value}")
+    lines = [f"{topic + ':':<15}{' '.join(values)}" for topic, values in topics.items()]
+    facts = data.facts
+    rows = f"{facts['train']:,} training, {facts['val']:,} validation, {facts['test']:,} test rows of shape {data.shape}, {data.num_classes} classes"
+    if facts["label_noise_rate"]:
+        rows += f", {facts['label_noise_rate']:.1%} of the training labels changed"
+    return "\n".join([*lines, f"{'Rows:':<15}{rows}", f"{'Parameters:':<15}{parameters(model):,}"])
+
+
+def table(results: dict[str, Any], written: Path) -> str:
+    """The final table: scores of validation and test side by side, then cost."""
+    val, test = results["val"] or {}, results["test"]
+    percent = {"accuracy": "accuracy", "top5": "top-5", "f1_macro": "F1-macro"}
+    plain = {"nll": "NLL", "ece": "ECE", "brier": "Brier"}
+
+    def cells(key: str, form: str) -> str:
+        return "".join(f"{format(scores[key], form) if key in scores else '-':>12}" for scores in (val, test))
+
+    lines = [f"{'epoch ' + str(results['epoch']):<16}{'val':>12}{'test':>12}"]
+    lines += [f"{name:<16}{cells(key, '.2%')}" for key, name in percent.items()]
+    lines += [f"{name:<16}{cells(key, '.4f')}" for key, name in plain.items()]
+    cost = {
+        "parameters": f"{results['params'] / 1e6:.3f} M",
+        "GFLOPs": f"{results['gflops']:.4g}",
+        "images/s": f"{results['images_per_second']:,.0f}",
+        "peak memory": f"{results['peak_memory_mb']:,.0f} MB",
+        "training time": f"{results['seconds']:.1f} s",
+    }
+    lines += [f"{name:<16}{value:>24}" for name, value in cost.items()]
+    return "\n".join([*lines, f"written to {written}"])
+
+
+def write_epochs(folder: Path, final: str) -> None:
+    """train_eval_results.txt, a line an epoch and the final table; curves.png."""
+    epochs = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = []
+    for e in epochs:
+        val = f"  val_accuracy {e['val']['accuracy']:.4f}  val_nll {e['val']['nll']:.4f}" if e["val"] else ""
+        lines.append(f"epoch {e['epoch']}  loss {sum(e['train'].values()):.4f}{val}  lr {e['lr']:.3g}  seconds {e['seconds']:.1f}")
+    (folder / "train_eval_results.txt").write_text("\n".join([*lines, "", final]) + "\n")
+    draw_curves(epochs, folder / "curves.png")
+
+
+def draw_curves(epochs: list[dict[str, Any]], path: Path) -> None:
+    from matplotlib.figure import Figure  # without pyplot: no display, no global state
+
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    loss, accuracy = figure.subplots(1, 2)
+    steps = [e["epoch"] for e in epochs]
+    loss.plot(steps, [sum(e["train"].values()) for e in epochs], label="training loss")
+    if epochs and epochs[0]["val"]:
+        loss.plot(steps, [e["val"]["nll"] for e in epochs], label="validation NLL")
+        accuracy.plot(steps, [100 * e["val"]["accuracy"] for e in epochs], color="tab:green", label="validation accuracy")
+    loss.set(xlabel="epoch", yscale="log")
+    accuracy.set(xlabel="epoch", ylabel="%")
+    for axes in (loss, accuracy):
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend(frameon=False)
+    figure.savefig(path, dpi=110)

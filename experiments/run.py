@@ -1,0 +1,394 @@
+"""One run: from flags to a directory with trustworthy numbers; begun, resumed, or evaluated again."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import checkpoint
+import config as flags
+import dataset
+import models
+from batches import Batches
+from classifiers import HEADS
+from config import Config
+from experiments import reporting
+from models import cost
+from train_eval import Classifier, Diverged, Stopped, evaluate, train
+from utils import TRACKERS, BadOption, Log, check_options, check_tracker, git_state, options_of, say, seed_everything, versions
+
+RESULTS = "results.json"
+
+
+def run(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
+    """What `python main.py` does: test, resume, or begin. `given` holds what was asked for; the rest follows from the data set."""
+    if action.config:
+        given = {**flags.read_yaml(action.config), **given}
+    flags.check(given, Config)
+    flags.check({k: v for k, v in vars(action).items() if v is not None}, flags.Action)
+    load_plugin(given.get("plugin"))
+    if action.test_only:
+        return test(given, action)
+    if action.checkpoint:
+        rule = "goes with --test_only (--resume RUN continues a run, --pretrained FILE starts from weights)"
+        raise BadOption("checkpoint", rule, action.checkpoint)
+    return resume(given, action) if action.resume else begin(given, action)
+
+
+# ---------------------------------------------------------------- begin, resume, test
+
+
+def begin(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
+    device = choose_device(given.get("device", "auto"))
+    check_tracker(given.get("tracker", "none"))
+    if given.get("output_dir"):
+        check_output(Path(given["output_dir"]), action.overwrite)
+    data = load_data(given)
+    config = complete(given, data)
+    data = with_published_normalization(config, data)
+    model = build(config, data, device)
+    size = one_row(model, data, config, device)
+    folder = open_folder(config, action.overwrite)
+    (folder / "config.yaml").write_text(flags.to_yaml(config))
+    (folder / "args.txt").write_text(shlex.join(["python", *sys.argv]) + "\n")
+    (folder / "model.txt").write_text(f"{model}\n")
+    say(reporting.describe(config, data, model))
+    return finish(config, data, model, folder, device, size, action)
+
+
+def resume(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
+    folder = Path(str(action.resume))
+    last = folder / "checkpoints" / "last"
+    if not (last / checkpoint.INDEX).exists():
+        raise BadOption("resume", f"must be a run that holds {last.relative_to(folder)}/{checkpoint.INDEX}", str(folder))
+    _, facts = checkpoint.load(last, "none")
+    config = merge(facts["config"], given, flags.FREE_IN_RESUME, "resume")
+    load_plugin(config.plugin)
+    check_tracker(config.tracker)
+    done = facts["epoch"]
+    if (folder / RESULTS).exists() and config.num_epochs <= done:
+        raise BadOption("resume", f"names a finished run; to train on, raise --num_epochs above {done}", str(folder))
+    if config.num_epochs < done:
+        raise BadOption("num_epochs", f"must be at least the {done} epochs that the run has", config.num_epochs)
+    device = choose_device(config.device)
+    if facts["threads"] != torch.get_num_threads():
+        say(f"threads: {torch.get_num_threads()}, the run had {facts['threads']}; the numbers will differ in their last digits")
+    data = load_data(dataclasses.asdict(config), facts["fitted"])
+    check_same(data, facts)
+    model = build(config, data, device, rebuild=True)
+    size = one_row(model, data, config, device)
+    if (folder / RESULTS).exists():  # a run without results did not finish: it goes on, so the old ones get another name
+        os.replace(folder / RESULTS, folder / f"results-epoch{done}.json")
+    (folder / "config.yaml").write_text(flags.to_yaml(config))
+    with (folder / "args.txt").open("a") as file:
+        file.write(shlex.join(["python", *sys.argv]) + "\n")
+    say(f"resume: {folder}, {done} of {config.num_epochs} epochs done")
+    return finish(config, data, model, folder, device, size, action, start=done)
+
+
+def test(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
+    """Rebuilds a model from its checkpoint's own configuration, evaluates it, writes results.json beside it."""
+    if not action.checkpoint:
+        raise BadOption("test_only", "needs --checkpoint RUN")
+    source = checkpoint.find(action.checkpoint)
+    tensors, facts = checkpoint.load(source, "model", "ema")
+    config = merge(facts["config"], given, flags.FREE_IN_TEST, "checkpoint")
+    load_plugin(config.plugin)
+    device = choose_device(config.device)
+    where = Path(action.checkpoint) if source.parent.parent == Path(action.checkpoint) else source
+    where = Path(given["output_dir"]) if given.get("output_dir") else where
+    check_writable(where)
+    data = load_data(dataclasses.asdict(config), facts["fitted"])
+    check_same(data, facts)
+    model = build(config, data, device, rebuild=True)
+    model.load_state_dict(tensors.get("ema", tensors["model"]))
+    size = one_row(model, data, config, device)
+    say(f"checkpoint: {source}, epoch {facts['epoch']}")
+    results = measure(config, data, model, device, size, epoch=facts["epoch"], seconds=facts.get("seconds", 0.0), val=None)
+    where.mkdir(parents=True, exist_ok=True)
+    checkpoint.write_json(where / RESULTS, results)
+    print(reporting.table(results, where / RESULTS))
+    return results
+
+
+def finish(
+    config: Config, data: dataset.Data, model: Classifier, folder: Path, device: torch.device, size: float, action: flags.Action, start: int = 0
+) -> dict[str, Any]:
+    """Trains, tests the best epoch once, writes results.json last."""
+    train_set, val_set = batches(config, data, "train", device), batches(config, data, "val", device)
+    assert train_set is not None
+    tracker = TRACKERS[config.tracker](folder, dataclasses.asdict(config))
+    log = Log(folder, tracker, epochs=config.num_epochs, batches=len(train_set), start=start)
+    until = min(config.num_epochs, action.stop_after or config.num_epochs)
+    again = f"resume with: python main.py --resume {shlex.quote(str(folder))}"
+    try:
+        place = train(config, model, train_set, val_set, log=log, run=folder, until=until, resume=action.resume is not None)
+    except Stopped as stop:
+        raise Stopped(f"{stop}; saved. {again}", stop.exit_code) from None
+    except Diverged as error:
+        last = folder / "checkpoints" / "last"
+        kept = f"the last good checkpoint is {last}" if last.exists() else "no epoch was finished, so there is no checkpoint"
+        raise Diverged(f"error: {error}; {kept}", 1) from None
+    if place.epoch < config.num_epochs:
+        say(f"patience: no better validation accuracy in {place.stale} epochs, stopped after epoch {place.epoch}")
+    tensors, _ = checkpoint.load(folder / "checkpoints" / "best", "model")
+    model.load_state_dict(tensors["model"])
+    results = measure(config, data, model, device, size, epoch=place.best_epoch, seconds=place.seconds, val=place.best)
+    table = reporting.table(results, folder)
+    reporting.write_epochs(folder, table)
+    checkpoint.write_json(folder / RESULTS, results)
+    print(table)
+    return results
+
+
+# ---------------------------------------------------------------- parts of a run
+
+
+def complete(given: Mapping[str, Any], data: dataset.Data) -> Config:
+    """The configuration with nothing left open, and checked across options."""
+    config = flags.resolve(given, shape=data.shape)
+    if config.resize is None:
+        from models.backbones import default_size
+
+        config = dataclasses.replace(config, resize=default_size(config.model))
+        if config.resize:
+            say(f"resize: {config.resize} (the input size of {config.model})")
+    if data.val is None:
+        for option in ("patience", "scheduler"):
+            if getattr(config, option) in ("plateau", *range(1, config.patience + 1)):
+                raise BadOption(option, "needs validation rows (--val_fraction above 0)", getattr(config, option))
+        say("validation: none (--val_fraction 0), so the last epoch counts as the best")
+    return config
+
+
+def build(config: Config, data: dataset.Data, device: torch.device, rebuild: bool = False) -> Classifier:
+    """Seeds, then builds backbone and head. `rebuild`: weights come from a checkpoint, not from --pretrained."""
+    seed_everything(config.seed, config.deterministic)
+    spec = models.ModelSpec(
+        name=config.model,
+        shape=input_shape(config, data),
+        num_classes=data.num_classes,
+        layer=config.layer,
+        layer_options={k: v for k in flags.LAYER_OPTIONS if (v := getattr(config, k)) is not None},
+        patch_size=config.patch_size,
+        depth=config.num_layers,
+        dim=config.d_hidden,
+        num_heads=config.num_heads,
+        d_mlp=config.d_mlp,
+        dropout=config.dropout,
+        attention_dropout=config.attention_dropout,
+        pretrained=None if rebuild else config.pretrained,
+    )
+    backbone: Any = models.build(spec)
+    head_class = HEADS[config.head]
+    known = options_of(head_class)
+    options = {k: v for k, v in dataclasses.asdict(config).items() if k in known}
+    check_options(config.head, head_class, options)
+    head = head_class(backbone.num_features, data.num_classes, **options)  # type: ignore[call-arg]
+    if start := getattr(backbone, "classifier_weights", None):
+        start_from(head, start)
+    facts = {
+        "config": dataclasses.asdict(config),
+        "classes": list(data.classes),
+        "shape": list(data.shape),
+        "fitted": data.fitted,
+        "data": data.facts,
+        "versions": versions(),
+        "threads": torch.get_num_threads(),
+    }
+    return Classifier(backbone, head, data.num_classes, facts).to(device)
+
+
+def start_from(head: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """A pretrained classifier of the same classes is the start of a linear head."""
+    layer = getattr(head, "fc", None)
+    if isinstance(layer, torch.nn.Linear) and layer.weight.shape == weights["weight"].shape:
+        layer.load_state_dict(dict(weights))
+        say("head: starts from the pretrained classifier")
+
+
+def batches(config: Config, data: dataset.Data, part: str, device: torch.device) -> Batches | None:
+    split = getattr(data, part)
+    if split is None:
+        return None
+    shape = input_shape(config, data)
+    train = part == "train"
+    return Batches(
+        split,
+        data,
+        batch_size=config.batch_size,
+        device=device,
+        size=(shape[1], shape[2]) if len(shape) == 3 else None,
+        train=train,
+        augment=config.augment and train,
+        noise=config.noise,
+        seed=config.seed,
+        workers=config.workers,
+    )
+
+
+def input_shape(config: Config, data: dataset.Data) -> tuple[int, ...]:
+    return (data.shape[0], config.resize, config.resize) if len(data.shape) == 3 and config.resize else data.shape
+
+
+def one_row(model: Classifier, data: dataset.Data, config: Config, device: torch.device) -> float:
+    """GFLOPs of one row. The first forward pass, before anything is written: what can't work fails here."""
+    model.eval()
+    return cost.gflops(model, torch.zeros(1, *input_shape(config, data), device=device))
+
+
+def measure(
+    config: Config,
+    data: dataset.Data,
+    model: Classifier,
+    device: torch.device,
+    size: float,
+    *,
+    epoch: int,
+    seconds: float,
+    val: dict[str, float] | None,
+) -> dict[str, Any]:
+    """What results.json holds. The test split is looked at here, once."""
+    if val is None and (val_set := batches(config, data, "val", device)):
+        val = evaluate(model, val_set, config.use_amp)
+    test_set = batches(config, data, "test", device)
+    assert test_set is not None
+    scores = evaluate(model, test_set, config.use_amp)
+    return {
+        "test": scores,
+        "val": val,
+        "epoch": epoch,
+        "params": cost.parameters(model),
+        "gflops": size,
+        "images_per_second": cost.rows_per_second(model, next(test_set.epoch()).x),
+        "peak_memory_mb": cost.peak_memory_mb(device),
+        "seconds": seconds,
+        "data": data.facts,
+        "config": dataclasses.asdict(config),
+        "versions": versions(),
+        "git": git_state(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def load_data(values: Mapping[str, Any], fitted: dict[str, Any] | None = None) -> dataset.Data:
+    options = {k: values[k] for k in ("val_fraction", "seed", "label_noise", "imbalance") if k in values}
+    return dataset.load(values.get("dataset", "digits"), values.get("data_path", "./data"), fitted=fitted, **options)
+
+
+def with_published_normalization(config: Config, data: dataset.Data) -> dataset.Data:
+    """Pretrained timm weights want the mean and standard deviation they were trained with."""
+    if not (config.pretrained and config.model.startswith("timm/") and len(data.shape) == 3 and data.shape[0] == 3):
+        return data
+    from models.backbones import normalization
+
+    return dataclasses.replace(data, fitted={**data.fitted, **normalization(config.model)})
+
+
+def merge(saved: dict[str, Any], given: Mapping[str, Any], free: frozenset[str], flag: str) -> Config:
+    """A saved configuration with those of its options changed that may change."""
+    for name, value in given.items():
+        if name not in free and value != saved[name]:
+            raise BadOption(name, f"contradicts --{flag}, which has {saved[name]}", value)
+    return Config(**{**saved, **{k: v for k, v in given.items() if k in free}})
+
+
+def check_same(data: dataset.Data, facts: Mapping[str, Any]) -> None:
+    """The data set must fit a model that exists."""
+    if data.num_classes != len(facts["classes"]):
+        raise BadOption("checkpoint", f"is for {len(facts['classes'])} classes, and {data.name} has {data.num_classes}")
+    if list(data.shape) != facts["shape"] and (len(data.shape) != 3 or data.shape[0] != facts["shape"][0] or not facts["config"]["resize"]):
+        raise BadOption("checkpoint", f"is for rows of shape {tuple(facts['shape'])}, and {data.name} has {data.shape}")
+
+
+def choose_device(name: str) -> torch.device:
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name == "auto":
+        name = next(kind for kind in ("cuda", "mps", "cpu") if there[kind])
+        say(f"device: {name}" + (" (no CUDA device found)" if name == "cpu" else f" ({torch.cuda.get_device_name()})" if name == "cuda" else ""))
+    if not there[name]:
+        raise BadOption("device", f"must be one that is here (no {name.upper()} device found)", name)
+    return torch.device(name)
+
+
+def load_plugin(path: str | None) -> None:
+    """Imports a user's file, once, so that what it registers works by name."""
+    if not path:
+        return
+    file = Path(path).resolve()
+    name = f"plugin_{re.sub(r'[^0-9A-Za-z]', '_', str(file))}"
+    if name in sys.modules:
+        return
+    if not file.is_file():
+        raise BadOption("plugin", "must be a Python file that exists", path)
+    specification = importlib.util.spec_from_file_location(name, file)
+    if specification is None or specification.loader is None:
+        raise BadOption("plugin", "must be a Python file (.py)", path)
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[name] = module
+    try:
+        specification.loader.exec_module(module)
+    except BadOption:
+        raise
+    except Exception as error:
+        del sys.modules[name]
+        line = next((f.tb_lineno for f in _frames(error) if f.tb_frame.f_code.co_filename == str(file)), 0)
+        raise BadOption("plugin", f"could not be imported ({type(error).__name__}: {error}, line {line})", path) from None
+
+
+def _frames(error: BaseException) -> list[Any]:
+    frames, frame = [], error.__traceback__
+    while frame:
+        frames.append(frame)
+        frame = frame.tb_next
+    return frames[::-1]
+
+
+# ---------------------------------------------------------------- the run directory
+
+
+def check_output(folder: Path, overwrite: bool) -> None:
+    check_writable(folder)
+    if not overwrite and (folder / RESULTS).exists():
+        raise BadOption("output_dir", "holds a finished run (--overwrite replaces it)", str(folder))
+    if not overwrite and (folder / "checkpoints").exists():
+        raise BadOption("output_dir", "holds a run that did not finish (--resume continues it, --overwrite replaces it)", str(folder))
+
+
+def check_writable(folder: Path) -> None:
+    """Without writing: the nearest folder that exists must take new entries."""
+    there = next(p for p in (folder, *folder.resolve().parents) if p.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise BadOption("output_dir", f"must be a directory that can be written ({there} can't)", str(folder))
+
+
+def open_folder(config: Config, overwrite: bool) -> Path:
+    if config.output_dir:
+        folder = Path(config.output_dir)
+    else:
+        words = f"{time.strftime('%Y%m%d-%H%M%S')}-{config.dataset}-{config.layer}"
+        base = Path("runs") / re.sub(r"[^0-9A-Za-z.=,-]+", "_", words).strip("_")[:100]
+        folder = next(f for n in range(1, 10_000) if not (f := base if n == 1 else Path(f"{base}-{n}")).exists())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadOption("output_dir", f"must be a directory that can be written ({error.strerror})", str(folder)) from None
+    if overwrite:  # what an earlier run left must not be taken for this one's
+        for stale in [folder / RESULTS, folder / "metrics.jsonl", *(folder / "checkpoints").glob("*/*")]:
+            stale.unlink(missing_ok=True)
+    return folder
+
+
+def read_results(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / RESULTS).read_text())

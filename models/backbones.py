@@ -1,0 +1,137 @@
+"""Any timm classification model as a backbone, and weights from disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import timm
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from models import ModelSpec, check_layers
+from utils import BadOption, nearest, say
+
+SMALL_IMAGE = 64  # up to this side a ResNet gets the CIFAR stem
+
+
+def timm_config(name: str) -> dict[str, Any]:
+    """timm's facts about a model: input size, normalization, name of the classifier."""
+    short = name.removeprefix("timm/")
+    if not timm.is_model(short.partition(".")[0]):
+        raise BadOption("model", f"must be a model that timm has{nearest(short, timm.list_models())}", name)
+    config = timm.get_pretrained_cfg(short, allow_unregistered=True)
+    return config.to_dict() if config else {}
+
+
+def default_size(name: str) -> int:
+    """The image side a timm model is made for; 0 where any size will do."""
+    config = timm_config(name)
+    return int(config["input_size"][-1]) if config.get("fixed_input_size") else 0
+
+
+def normalization(name: str) -> dict[str, list[float]]:
+    """Mean and standard deviation that the published weights expect."""
+    config = timm_config(name)
+    return {"mean": list(config["mean"]), "std": list(config["std"])} if "mean" in config else {}
+
+
+def timm_backbone(spec: ModelSpec) -> nn.Module:
+    """A timm model without its classifier. Where the classes match, `classifier` keeps it as the start of a linear head."""
+    height, width = spec.image_size
+    short, config = spec.name.removeprefix("timm/"), timm_config(spec.name)
+    wanted: dict[str, Any] = {
+        "num_classes": spec.num_classes,
+        "in_chans": spec.shape[0],
+        "img_size": (height, width),
+        "drop_rate": spec.dropout,
+        "attn_drop_rate": spec.attention_dropout,
+        **_weights(spec.pretrained, config),
+    }
+    model: Any = _create(short, wanted, {"img_size", "drop_rate", "attn_drop_rate"})
+    if max(height, width) <= SMALL_IMAGE and _give_cifar_stem(model):
+        say(f"{spec.name}: CIFAR stem (3 x 3 convolution of stride 1, no pooling) for images of {height} x {width}")
+    classifier = model.get_classifier() if hasattr(model, "get_classifier") else None
+    model.reset_classifier(0)
+    if spec.layer != "Attention":
+        from models.swap import swap_attention
+
+        swap_attention(model, spec.layer, **dict(spec.layer_options))
+    elif spec.layer_options:
+        check_layers(spec)
+    if spec.pretrained and isinstance(classifier, nn.Linear):
+        # Not a submodule: the head copies it, the backbone ends at the features.
+        object.__setattr__(model, "classifier_weights", classifier.state_dict())
+    return model
+
+
+def _weights(pretrained: str | None, config: dict[str, Any]) -> dict[str, Any]:
+    """create_model's arguments for published weights, or for a file with timm's keys (timm fits channels and positions)."""
+    if pretrained is None:
+        return {}
+    if pretrained == "hub":
+        return {"pretrained": True}
+    shapes = read_shapes(pretrained)
+    name = config.get("classifier") or ""
+    head = shapes.get(f"{name if isinstance(name, str) else name[0]}.weight")
+    overlay = {"file": pretrained, "custom_load": False, "num_classes": head[0] if head else 0}
+    return {"pretrained": True, "pretrained_cfg_overlay": overlay}
+
+
+def read_shapes(path: str) -> dict[str, tuple[int, ...]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        missing = "does not exist" if not Path(path).exists() else f"{type(error).__name__}"
+        raise BadOption("pretrained", f"must be hub or an undamaged .safetensors file ({missing})", path) from None
+
+
+def _create(name: str, wanted: dict[str, Any], optional: set[str]) -> nn.Module:
+    """timm.create_model, leaving out those optional arguments that this model does not take."""
+    while True:
+        try:
+            return timm.create_model(name, **wanted)
+        except TypeError as error:
+            refused = next((o for o in optional & set(wanted) if f"'{o}'" in str(error)), None)
+            if refused is None:
+                raise
+            if refused != "img_size" and wanted[refused]:
+                say(f"timm/{name} takes no {refused}: left at its own value")
+            del wanted[refused]
+        except (AssertionError, ValueError) as error:
+            raise BadOption("resize", f"must suit timm/{name} ({error})", wanted.get("img_size")) from None
+        except (RuntimeError, OSError) as error:
+            if "pretrained" not in wanted:
+                raise
+            reason = " ".join(str(error).split())[:160]
+            raise BadOption("pretrained", f"must be weights of timm/{name} that can be read ({reason})") from None
+
+
+def _give_cifar_stem(model: Any) -> bool:
+    """ResNets halve an image four times before their first block; small ones keep their size instead."""
+    if not (hasattr(model, "conv1") and hasattr(model, "maxpool") and hasattr(model, "layer1")):
+        return False
+    first = model.conv1 if isinstance(model.conv1, nn.Conv2d) else next(m for m in model.conv1.modules() if isinstance(m, nn.Conv2d))
+    stem = nn.Conv2d(first.in_channels, first.out_channels, 3, 1, 1, bias=False)
+    nn.init.kaiming_normal_(stem.weight, mode="fan_out", nonlinearity="relu")
+    if first is model.conv1:
+        model.conv1 = stem
+    else:
+        model.conv1[0] = stem
+    model.maxpool = nn.Identity()
+    return True
+
+
+def load_matching(model: nn.Module, path: str) -> None:
+    """Weights from a safetensors file where names and shapes match; says what was left out, refuses if nothing matches."""
+    read_shapes(path)  # its errors
+    found: dict[str, Tensor] = {k.removeprefix("backbone."): v for k, v in load_file(path).items() if not k.startswith("head.")}
+    own = model.state_dict()
+    fitting = {k: v for k, v in found.items() if k in own and own[k].shape == v.shape}
+    if not fitting:
+        raise BadOption("pretrained", "must hold weights of this model (no name and shape matches)", path)
+    model.load_state_dict(fitting, strict=False)
+    left = [*sorted(set(own) - set(fitting)), *sorted(set(found) - set(fitting))]
+    say(f"pretrained: {len(fitting)} of {len(own)} tensors from {path}" + (f"; not matched: {', '.join(left[:6])}" if left else ""))

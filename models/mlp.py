@@ -1,0 +1,25 @@
+"""Backbones for table rows and ready-made features."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from models.vit import Mlp
+
+
+class TableMlp(nn.Module):
+    """Residual MLP blocks over a linear embedding of the row: (B, F) to (B, dim)."""
+
+    def __init__(self, num_inputs: int, *, depth: int = 2, dim: int = 128, d_mlp: int = 256, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.num_features = dim
+        self.embed = nn.Linear(num_inputs, dim)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(dim), Mlp(dim, d_mlp, dropout)) for _ in range(depth))
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return torch.relu(self.norm(x))

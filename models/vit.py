@@ -1,0 +1,102 @@
+"""The Vision Transformer of the ConvNN paper (arXiv 2511.14137), for any token mixer and any image size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from layers import TokenMixer
+from utils import BadOption
+
+
+class VisionTransformer(nn.Module):
+    """Patch convolution and LayerNorm, class token, fixed sinusoidal positions, pre-norm blocks. Images to features (B, dim).
+
+    `make_layer(block, grid, num_prefix_tokens)` gives the token mixer of each block.
+    """
+
+    num_prefix_tokens = 1
+    pos_embed: Tensor
+
+    def __init__(
+        self,
+        make_layer: Callable[[int, tuple[int, int], int], TokenMixer],
+        *,
+        image_size: tuple[int, int],
+        channels: int = 3,
+        patch_size: int = 16,
+        depth: int = 12,
+        dim: int = 192,
+        d_mlp: int = 768,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        height, width = image_size
+        if height % patch_size or width % patch_size:
+            raise BadOption("patch_size", f"must divide the image size ({height} x {width})", patch_size)
+        self.num_features = dim
+        self.grid = (height // patch_size, width // patch_size)
+        self.patch_embed = nn.Conv2d(channels, dim, patch_size, patch_size)
+        self.patch_norm = nn.LayerNorm(dim)
+        self.cls_token = nn.Parameter(torch.randn(1, 1, dim) * 0.02)
+        positions = sinusoidal_positions(self.num_prefix_tokens + self.grid[0] * self.grid[1], dim)
+        self.register_buffer("pos_embed", positions, persistent=False)
+        self.pos_drop = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(Block(make_layer(i, self.grid, self.num_prefix_tokens), dim, d_mlp, dropout) for i in range(depth))
+        self.norm = nn.LayerNorm(dim)
+        self.apply(_initialize)
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """The input of the first block: (B, 1 + h * w, dim)."""
+        patches = self.patch_norm(self.patch_embed(x).flatten(2).transpose(1, 2))  # (B, h * w, dim)
+        cls = self.cls_token.expand(len(x), -1, -1)
+        return self.pos_drop(torch.cat((cls, patches), 1) + self.pos_embed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.tokens(x)
+        for block in self.blocks:
+            tokens = block(tokens)
+        return self.norm(tokens[:, 0])
+
+
+class Block(nn.Module):
+    """x + mixer(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, layer: TokenMixer, dim: int, d_mlp: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim)
+        self.attn = layer
+        self.norm2 = nn.LayerNorm(dim)
+        self.mlp = Mlp(dim, d_mlp, dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Mlp(nn.Module):
+    def __init__(self, dim: int, d_mlp: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(dim, d_mlp), nn.GELU(), nn.Linear(d_mlp, dim)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
+
+
+def sinusoidal_positions(length: int, dim: int) -> Tensor:
+    """(1, length, dim): sines in the even channels, cosines in the odd ones, wavelengths from 2 pi to 20,000 pi (arXiv 1706.03762)."""
+    angle = torch.arange(length)[:, None] * 10_000.0 ** (-torch.arange(0, dim, 2) / dim)  # (length, ceil(dim / 2))
+    table = torch.empty(length, dim)
+    table[:, 0::2] = angle.sin()
+    table[:, 1::2] = angle.cos()[:, : dim // 2]
+    return table[None]
+
+
+def _initialize(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)

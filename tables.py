@@ -1,0 +1,159 @@
+"""Tables: numbers and categories read from files, encoded with what the training split alone knows."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from utils import BadOption, nearest
+
+MISSING = frozenset({"", "?", "na", "nan", "null", "none"})
+ADULT_COLUMNS = 15  # the last is the target
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns of numbers (N, a), NaN where missing, and of categories (N, b) as text."""
+
+    numbers: np.ndarray
+    categories: np.ndarray
+
+    @staticmethod
+    def of(x: Table | np.ndarray) -> Table:
+        return x if isinstance(x, Table) else Table(np.asarray(x, np.float64), np.empty((len(x), 0), "U1"))
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, rows: Any) -> Table:
+        return Table(self.numbers[rows], self.categories[rows])
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Numbers are standardized (missing ones become the mean), categories one-hot (one never seen in training is all zeros)."""
+
+    mean: list[float]
+    std: list[float]
+    levels: list[list[str]]
+
+    @classmethod
+    def fit(cls, table: Table) -> Encoder:
+        present = np.isfinite(table.numbers)
+        counts = np.maximum(present.sum(0), 1)
+        mean = np.where(present, table.numbers, 0).sum(0) / counts
+        std = np.sqrt(np.where(present, (table.numbers - mean) ** 2, 0).sum(0) / counts)
+        std = np.where(std > 1e-12 * np.maximum(np.abs(mean), 1), std, 1)  # a constant column stays 0
+        return cls(mean.tolist(), std.tolist(), [np.unique(column).tolist() for column in table.categories.T])
+
+    @classmethod
+    def from_json(cls, facts: dict[str, Any]) -> Encoder:
+        return cls(facts["mean"], facts["std"], facts["levels"])
+
+    def to_json(self) -> dict[str, Any]:
+        return {"mean": self.mean, "std": self.std, "levels": self.levels}
+
+    def encode(self, table: Table) -> np.ndarray:
+        """(N, features) float32."""
+        if (table.numbers.shape[1], table.categories.shape[1]) != (len(self.mean), len(self.levels)):
+            raise BadOption("dataset", f"must have the {len(self.mean) + len(self.levels)} columns that the encoder was fitted on")
+        numbers = (np.where(np.isfinite(table.numbers), table.numbers, self.mean) - self.mean) / self.std
+        onehots = [column[:, None] == np.array(seen)[None] for column, seen in zip(table.categories.T, self.levels, strict=True)]
+        return np.concatenate([numbers, *onehots], axis=1, dtype=np.float32)
+
+
+def read_csv(path: Path, target: str) -> tuple[Table, np.ndarray]:
+    """A CSV file with a header; a column is numeric if every value in it is a number or missing."""
+    header, rows = _rows(path)
+    if target not in header:
+        raise BadOption("dataset", f"has no column {target!r}{nearest(target, header)}; it has {', '.join(header[:20])}", str(path))
+    columns = dict(zip(header, zip(*rows, strict=True), strict=True))
+    labels = np.array(columns.pop(target))
+    if any(v.strip().lower() in MISSING for v in labels):
+        raise BadOption("dataset", f"has rows without a {target!r}", str(path))
+    return _columns(list(columns.values()), len(rows)), labels
+
+
+def _rows(path: Path, delimiters: str = ",;\t") -> tuple[list[str], list[list[str]]]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise BadOption("dataset", f"must be a file that can be read ({reason})", str(path)) from None
+    lines = [line for line in text.splitlines() if line.strip()]
+    if len(lines) < 2:
+        raise BadOption("dataset", "must be a CSV file with a header and rows", str(path))
+    delimiter = max(delimiters, key=lines[0].count)
+    table = [[cell.strip() for cell in row] for row in csv.reader(lines, delimiter=delimiter, skipinitialspace=True)]
+    for number, row in enumerate(table):
+        if len(row) != len(table[0]):
+            raise BadOption("dataset", f"has {len(table[0])} columns, and {len(row)} in line {number + 1}", str(path))
+    return table[0], table[1:]
+
+
+def _columns(columns: list[Any], rows: int) -> Table:
+    """Each column as numbers where all of it can be read so, as categories otherwise."""
+    numbers, categories = [np.empty((rows, 0))], [np.empty((rows, 0), "U1")]
+    for column in columns:
+        text = np.array([("" if str(v).lower() in MISSING else str(v)) for v in column])
+        try:
+            numbers.append(np.where(text == "", "nan", text).astype(np.float64)[:, None])
+        except ValueError:
+            categories.append(text[:, None])
+    return Table(np.concatenate(numbers, axis=1), np.concatenate(categories, axis=1))
+
+
+def _find(root: Path, folder: str, names: tuple[str, ...]) -> dict[str, Path]:
+    places = [(name, base / name) for base in (root, root / folder) for name in names]
+    return {name: path for name, path in places if path.is_file()}
+
+
+def read_adult(root: Path) -> tuple[Table, np.ndarray, Table, np.ndarray] | tuple[Table, np.ndarray]:
+    files = _find(root, "adult", ("adult.data", "adult.test"))
+    if len(files) < 2:
+        return _openml("adult", 2, "adult.data and adult.test (here or in adult/)", root)
+    parts = []
+    for name in ("adult.data", "adult.test"):
+        lines = [line.rstrip(" .") for line in files[name].read_text().splitlines() if line.strip() and not line.startswith("|")]
+        rows = list(csv.reader(lines, skipinitialspace=True))
+        if any(len(row) != ADULT_COLUMNS for row in rows):
+            raise BadOption("data_path", f"must hold the UCI file {name} with {ADULT_COLUMNS} columns", str(files[name]))
+        parts.append(rows)
+    both = [*parts[0], *parts[1]]
+    table = _columns(list(zip(*both, strict=True))[:-1], len(both))  # columns are typed over both files, fitted on the training split
+    labels = np.array([row[-1] for row in both])
+    n = len(parts[0])
+    return table[:n], labels[:n], table[n:], labels[n:]
+
+
+def read_wine_quality(root: Path) -> tuple[Table, np.ndarray]:
+    names = ("winequality-red.csv", "winequality-white.csv")
+    files = _find(root, "wine-quality", names)
+    if len(files) == 2:
+        parts = [read_csv(files[name], "quality") for name in names]
+    else:
+        where = "winequality-red.csv and winequality-white.csv (here or in wine-quality/)"
+        parts = [_openml(f"wine-quality-{color}", 1, where, root) for color in ("red", "white")]
+    color = np.repeat(["red", "white"], [len(labels) for _, labels in parts])
+    numbers = np.concatenate([table.numbers for table, _ in parts])
+    return Table(numbers, color[:, None]), np.concatenate([labels for _, labels in parts])
+
+
+def _openml(name: str, version: int, files: str, root: Path) -> tuple[Table, np.ndarray]:
+    from sklearn.datasets import fetch_openml
+
+    try:
+        bunch = fetch_openml(name, version=version, data_home=str(root), as_frame=False, parser="liac-arff", n_retries=0)
+    except Exception as error:  # urllib, socket and HTTP errors share no base; the advice is one
+        reason = str(error).replace("\n", " ")[:80]
+        raise BadOption("data_path", f"must hold {files}, and OpenML could not be reached ({reason})", str(root)) from None
+    levels = bunch.categories or {}
+    columns = [
+        [levels[name][int(v)] if v == v else "" for v in column] if name in levels else column
+        for name, column in zip(bunch.feature_names, np.asarray(bunch.data, np.float64).T, strict=True)
+    ]
+    return _columns(columns, len(bunch.target)), np.asarray(bunch.target).astype(str)

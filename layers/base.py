@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from utils import BadOption
@@ -23,6 +25,7 @@ class TokenMixer(nn.Module):
         dim: int,
         num_heads: int = 8,
         *,
+        head_dim: int | None = None,
         qkv_bias: bool = False,
         proj_bias: bool = False,
         qk_norm: Callable[[int], nn.Module] | None = None,
@@ -30,19 +33,17 @@ class TokenMixer(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        if num_heads < 1:
-            raise BadOption("num_heads", "must be at least 1", num_heads)
-        if dim % num_heads:
-            raise BadOption("d_hidden", f"must be divisible by num_heads ({num_heads})", dim)
-        self.dim, self.num_heads, self.head_dim = dim, num_heads, dim // num_heads
+        self.dim, self.num_heads, self.head_dim = dim, num_heads, head_width(dim, num_heads, head_dim)
         self.scale = self.head_dim**-0.5
-        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
+        inner = num_heads * self.head_dim
+        self.qkv = nn.Linear(dim, 3 * inner, bias=qkv_bias)
         self.q_norm = qk_norm(self.head_dim) if qk_norm else nn.Identity()
         self.k_norm = qk_norm(self.head_dim) if qk_norm else nn.Identity()
         self.attn_drop = nn.Dropout(attention_dropout)
         self.norm = nn.Identity()  # of the output, before `proj`; a model whose attention was swapped may bring a real one
-        self.proj = nn.Linear(dim, dim, bias=proj_bias)
+        self.proj = nn.Linear(inner, dim, bias=proj_bias)
         self.proj_drop = nn.Dropout(dropout)
+        self._built: dict[Any, Tensor] = {}
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Queries, keys and values, each (B, H, N, D), to outputs (B, H, N, D)."""
@@ -51,18 +52,37 @@ class TokenMixer(nn.Module):
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         if attn_mask is not None or is_causal:
             raise ValueError(f"{type(self).__name__} chooses its own neighbors and takes no attention mask")
-        b, n, c = x.shape
+        b, n, _ = x.shape
         q, k, v = self.qkv(x).reshape(b, n, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)  # each (B, H, N, D)
         out = self.mix(self.q_norm(q), self.k_norm(k), v)  # (B, H, N, D)
-        return self.proj_drop(self.proj(self.norm(out.transpose(1, 2).reshape(b, n, c))))
+        return self.proj_drop(self.proj(self.norm(out.transpose(1, 2).reshape(b, n, -1))))
 
     @property
     def attention_dropout(self) -> float:
         """The dropout that applies now: none in eval()."""
         return self.attn_drop.p if self.training else 0.0
 
+    def built_once(self, key: Any, build: Callable[[], Tensor]) -> Tensor:
+        """A mask or a list of tokens that depends on nothing but `key` (the number of tokens, the device)."""
+        if torch.is_inference_mode_enabled():
+            return build()  # NOTE a tensor made in inference mode could not be used in a training step later
+        if key not in self._built:
+            self._built[key] = build()
+        return self._built[key]
+
     def extra_repr(self) -> str:
         return f"dim={self.dim}, num_heads={self.num_heads}"
+
+
+def head_width(dim: int, num_heads: int, head_dim: int | None = None) -> int:
+    """Channels a head: an equal share of `dim` unless said otherwise."""
+    check_at_least("num_heads", num_heads, 1)
+    if head_dim is not None:
+        check_at_least("head_dim", head_dim, 1)
+        return head_dim
+    if dim % num_heads:
+        raise BadOption("d_hidden", f"must be divisible by num_heads ({num_heads})", dim)
+    return dim // num_heads
 
 
 def check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
@@ -75,3 +95,13 @@ def check_at_least(option: str, value: int, least: int) -> None:
         raise BadOption(option, f"must be a whole number of at least {least}", value)
 
 
+def check_neighbors(K: int, tokens: int | None) -> None:
+    """K neighbors out of so many tokens; None where the number is not known yet: the first forward checks then."""
+    check_at_least("K", K, 1)
+    if tokens is not None and K > tokens:
+        raise BadOption("K", f"must be at most the number of candidate tokens ({tokens})", K)
+
+
+def count_tokens(grid: tuple[int, int] | None, num_prefix_tokens: int) -> int | None:
+    """How many tokens the layer will see, if it was told the grid."""
+    return None if grid is None else grid[0] * grid[1] + num_prefix_tokens

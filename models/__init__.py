@@ -60,7 +60,7 @@ def check_layers(spec: ModelSpec) -> None:
 
 
 @MODELS.register("vit")
-def vit(spec: ModelSpec) -> nn.Module:
+def paper_vit(spec: ModelSpec) -> nn.Module:
     """The ViT of the ConvNN paper: patch convolution + LayerNorm, class token, fixed sinusoidal positions, pre-norm blocks."""
     image_size = spec.image_size
     check_layers(spec)
@@ -85,7 +85,7 @@ def vit(spec: ModelSpec) -> nn.Module:
 
 
 @MODELS.register("mlp")
-def mlp(spec: ModelSpec) -> nn.Module:
+def table_mlp(spec: ModelSpec) -> nn.Module:
     """Residual MLP for table rows and ready-made features."""
     if len(spec.shape) != 1:
         raise BadOption("model", "must be one for images (vit, timm/NAME) with this data set", spec.name)

@@ -23,7 +23,8 @@ def describe(config: Config, data: Data, model: nn.Module) -> str:
             topics.setdefault(field.metadata["topic"], []).append(f"{field.name}={value}")
     lines = [f"{topic + ':':<15}{' '.join(values)}" for topic, values in topics.items()]
     facts = data.facts
-    rows = f"{facts['train']:,} training, {facts['val']:,} validation, {facts['test']:,} test rows of shape {data.shape}, {data.num_classes} classes"
+    counts = f"{facts['train']:,} training, {facts['val']:,} validation, {facts['test']:,} test"
+    rows = f"{counts}; shape {data.shape}, {data.num_classes} classes"
     if facts["label_noise_rate"]:
         rows += f", {facts['label_noise_rate']:.1%} of the training labels changed"
     return "\n".join([*lines, f"{'Rows:':<15}{rows}", f"{'Parameters:':<15}{parameters(model):,}"])

@@ -123,7 +123,14 @@ def test(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
 
 
 def finish(
-    config: Config, data: dataset.Data, model: Classifier, folder: Path, device: torch.device, size: float, action: flags.Action, start: int = 0
+    config: Config,
+    data: dataset.Data,
+    model: Classifier,
+    folder: Path,
+    device: torch.device,
+    size: float,
+    action: flags.Action,
+    start: int = 0,
 ) -> dict[str, Any]:
     """Trains, tests the best epoch once, writes results.json last."""
     train_set, val_set = batches(config, data, "train", device), batches(config, data, "val", device)
@@ -316,7 +323,8 @@ def choose_device(name: str) -> torch.device:
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
         name = next(kind for kind in ("cuda", "mps", "cpu") if there[kind])
-        say(f"device: {name}" + (" (no CUDA device found)" if name == "cpu" else f" ({torch.cuda.get_device_name()})" if name == "cuda" else ""))
+        reason = {"cuda": "a CUDA device was found", "mps": "an Apple GPU was found", "cpu": "no CUDA device found"}
+        say(f"device: {name} ({reason[name]})")
     if not there[name]:
         raise BadOption("device", f"must be one that is here (no {name.upper()} device found)", name)
     return torch.device(name)

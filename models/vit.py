@@ -96,7 +96,8 @@ def sinusoidal_positions(length: int, dim: int) -> Tensor:
 
 
 def _initialize(module: nn.Module) -> None:
+    """Xavier-uniform, as in the first ViT (arXiv 2010.11929); normal with std 0.02 starts far slower at small widths."""
     if isinstance(module, nn.Linear):
-        nn.init.trunc_normal_(module.weight, std=0.02)
+        nn.init.xavier_uniform_(module.weight)
         if module.bias is not None:
             nn.init.zeros_(module.bias)

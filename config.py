@@ -6,6 +6,8 @@ Loads without torch, so that --help answers at once. A default of None means: se
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -32,6 +34,7 @@ def share(*, open_top: bool = True) -> Rule:
 
 
 PART: Rule = (lambda v: 0 < v <= 1, "must be above 0 and at most 1")
+SEED: Rule = (lambda v: 0 <= v < 2**63, "must be from 0 to 2^63 - 1")
 
 
 def flag(default: Any, topic: str, text: str, *, rule: Rule | None = None, choices: Iterable[str] = (), preset: bool = False) -> Any:
@@ -104,7 +107,7 @@ class Config:
     patience: int = flag(0, TRAIN, "stop after so many epochs without a better validation accuracy; 0 is off", rule=at_least(0))
 
     device: str = flag("auto", SYSTEM, "where to compute", choices=("auto", "cpu", "cuda", "mps"))
-    seed: int = flag(0, SYSTEM, "weights, order, split, augmentation and noise follow from it", rule=at_least(0))
+    seed: int = flag(0, SYSTEM, "weights, order, split, augmentation and noise follow from it", rule=SEED)
     deterministic: bool = flag(False, SYSTEM, "same numbers on every run with the same thread count; errors where torch can't")
     workers: int | None = flag(None, SYSTEM, "processes that read image files (default: the cores, 8 at most)", rule=at_least(0))
     use_amp: bool = flag(False, SYSTEM, "bf16 autocast (fp16 with loss scaling on GPUs without bf16)")
@@ -128,6 +131,7 @@ class Action:
     checkpoint: str | None = flag(None, OUTPUT, "RUN, or a folder in its checkpoints, for --test_only")
 
 
+FIELDS = {f.name: f for owner in (Config, Action) for f in dataclasses.fields(owner)}
 LAYER_OPTIONS = tuple(f.name for f in dataclasses.fields(Config) if f.metadata["topic"] == LAYER)
 SHARED_OPTIONS = ("dropout", "attention_dropout")  # of the model and of its layers
 
@@ -161,11 +165,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def patch_size_for(height: int, width: int) -> int:
-    """The smallest patch that divides both sides and leaves at most 14 x 14 patches: 32 gives 4, 224 gives 16."""
-    for patch in range(1, min(height, width) + 1):
-        if height % patch == 0 and width % patch == 0 and height * width <= 196 * patch * patch:
-            return patch
-    return min(height, width)
+    """The smallest patch that divides both sides and leaves at most 196 patches (32 gives 4, 224 gives 16), or the largest there is."""
+    largest = math.gcd(height, width)
+    fitting = (p for p in range(1, largest + 1) if largest % p == 0 and height * width <= 196 * p * p)
+    return next(fitting, largest)
 
 
 def resolve(given: Mapping[str, Any], *, shape: tuple[int, ...]) -> Config:
@@ -190,14 +193,14 @@ def check(values: Mapping[str, Any], *owners: type) -> None:
     known = {f.name: f for owner in owners for f in dataclasses.fields(owner)}
     for name, value in values.items():
         if name not in known:
-            raise BadOption(name, f"is not an option{nearest(name, known)}")
+            raise BadOption(str(name), f"is not an option{nearest(str(name), known)}")
         if value is None:
             continue
         kind, meta = kind_of(known[name]), known[name].metadata
         if not (isinstance(value, kind) or (kind is float and isinstance(value, int))) or (isinstance(value, bool) and kind is not bool):
             raise BadOption(name, f"must be {_KINDS[kind]}", value)
-        if kind is float and value != value:
-            raise BadOption(name, "must be a number", value)
+        if kind is float and not math.isfinite(value):
+            raise BadOption(name, "must be a finite number", value)
         if meta["choices"] and value not in meta["choices"]:
             raise BadOption(name, f"must be one of {', '.join(meta['choices'])}{nearest(str(value), meta['choices'])}", value)
         if meta["rule"] and not meta["rule"][0](value):
@@ -207,15 +210,15 @@ def check(values: Mapping[str, Any], *owners: type) -> None:
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
+@functools.cache
+def _hints() -> dict[str, Any]:
+    return {**typing.get_type_hints(Config), **typing.get_type_hints(Action)}
+
+
 def kind_of(field: dataclasses.Field[Any]) -> type:
     """int, float, bool or str, without the None."""
-    hint = _hints(field.name)
+    hint = _hints()[field.name]
     return next(a for a in typing.get_args(hint) if a is not type(None)) if isinstance(hint, types.UnionType) else hint
-
-
-def _hints(name: str) -> Any:
-    hints = {**typing.get_type_hints(Config), **typing.get_type_hints(Action)}
-    return hints[name]
 
 
 def read_yaml(path: str) -> dict[str, Any]:
@@ -229,28 +232,23 @@ def read_yaml(path: str) -> dict[str, Any]:
         raise BadOption("config", "must be a YAML file", path) from None
     if not isinstance(values, dict):
         raise BadOption("config", "must hold 'option: value' lines", path)
-    for key, value in values.items():
-        if isinstance(value, str) and kind_of_name(key) is float:
-            values[key] = _number(key, value)  # YAML reads 1e-3 as text
+    values = {k: parse(k, v) if k in FIELDS and kind_of(FIELDS[k]) is float else v for k, v in values.items()}  # YAML reads 1e-3 as text
     check(values, Config)
     return {k: v for k, v in values.items() if v is not None}
 
 
-def kind_of_name(name: str) -> type | None:
-    return next((kind_of(f) for f in dataclasses.fields(Config) if f.name == name), None)
-
-
-def _number(name: str, text: str) -> float:
+def parse(name: str, value: Any) -> Any:
+    """A number that came as text."""
+    kind = kind_of(FIELDS[name])
+    if not isinstance(value, str) or kind not in (int, float):
+        return value
     try:
-        return float(text)
+        return kind(value)
     except ValueError:
-        raise BadOption(name, "must be a number", text) from None
+        raise BadOption(name, f"must be {_KINDS[kind]}", value) from None
 
 
 def to_yaml(config: Config) -> str:
     import yaml
 
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
-
-
-NAMES = frozenset(f.name for owner in (Config, Action) for f in dataclasses.fields(owner))

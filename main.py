@@ -28,7 +28,9 @@ def option(field: dataclasses.Field[Any], *, both_ways: bool) -> inspect.Paramet
         text += f" (default: {field.default})"
     names = f"--{field.name}/--no-{field.name}" if kind is bool and both_ways else f"--{field.name}"
     info = typer.Option(names, help=text, rich_help_panel=meta["topic"], show_default=False, metavar=METAVARS[kind])
-    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, info])
+    # Numbers arrive as text, so that a wrong one gets our line: flag, rule and value.
+    annotation = Annotated[bool | None, info] if kind is bool else Annotated[str | None, info]
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def train(context: typer.Context, **values: Any) -> None:
@@ -38,7 +40,7 @@ def train(context: typer.Context, **values: Any) -> None:
     """
     if context.invoked_subcommand is not None:
         return
-    given = {name: value for name, value in values.items() if value is not None}
+    given = {name: flags.parse(name, value) for name, value in values.items() if value is not None}
     actions = {f.name: given.pop(f.name) for f in dataclasses.fields(flags.Action) if f.name in given}
     from experiments.run import run  # late: torch takes its time, and --help should not
 
@@ -66,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return build_app()(args=list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False) or 0
     except BadOption as error:
-        return fail(f"--{error}" if error.option in flags.NAMES else str(error))
+        return fail(f"--{error}" if error.option in flags.FIELDS else str(error))
     except Halt as halt:
         say(str(halt))
         return halt.exit_code

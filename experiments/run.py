@@ -202,7 +202,7 @@ def build(config: Config, data: dataset.Data, device: torch.device, rebuild: boo
     known = options_of(head_class)
     options = {k: v for k, v in dataclasses.asdict(config).items() if k in known}
     check_options(config.head, head_class, options)
-    head = head_class(backbone.num_features, data.num_classes, **options)  # type: ignore[call-arg]
+    head = head_class(backbone.num_features, data.num_classes, **options)
     if start := getattr(backbone, "classifier_weights", None):
         start_from(head, start)
     facts = {

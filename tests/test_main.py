@@ -1,0 +1,227 @@
+"""The command line: what a user types, and what they see when it is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from main import main
+
+ROOT = Path(__file__).parent.parent
+SMALL = ["--num_layers", "1", "--num_heads", "1", "--d_hidden", "6", "--d_mlp", "7", "--num_epochs", "1", "--batch_size", "32"]
+FAKE = ["--dataset", "fake(train=40, test=20, size=8, classes=3)", "--patch_size", "4", *SMALL]
+
+
+def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that a wrong command ends with."""
+    before = sorted(Path().rglob("*"))
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    lines = [line for line in captured.err.splitlines() if not line.startswith(("device:", "resize:"))]
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith("error: ")
+    assert captured.out == ""
+    assert sorted(Path().rglob("*")) == before  # nothing written
+    return lines[0]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def trained(here: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    assert main([*FAKE, "--output_dir", "run"]) == 0
+    capsys.readouterr()
+    return here / "run"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--layer Atention", r"--layer must be one of .*\(did you mean 'Attention'\?\), got 'Atention'"),
+        ("--layer Attention(K=3)", "Attention has no option 'K'"),
+        ("--layer Attention(", r"--layer must read Name\(option=value, \.\.\.\).*, got 'Attention\('"),
+        ("--layer Attention*3", r"--layer must name as many layers as there are blocks \(4\) or a divisor of it \(3 named\)"),
+        ("--d_hidden 65", r"--d_hidden must be divisible by num_heads \(4\), got 65"),
+        ("--patch_size 3", r"--patch_size must divide the image size \(8 x 8\), got 3"),
+        ("--batch_size 0", "--batch_size must be at least 1, got 0"),
+        ("--lr -1", "--lr must be above 0, got -1.0"),
+        ("--lr abc", "--lr must be a number, got 'abc'"),
+        ("--lr nan", "--lr must be a number, got nan"),
+        ("--num_epochs 1.5", "--num_epochs must be a whole number, got '1.5'"),
+        ("--laer Attention", "No such option: --laer"),
+        ("--optimizer adamm", r"--optimizer must be one of adam, sgd, adamw \(did you mean 'adam'\?\), got 'adamm'"),
+        ("--head linaer", r"--head must be one of .*\(did you mean 'linear'\?\), got 'linaer'"),
+        ("--model vitt", r"--model must be one of .*\(did you mean 'vit'\?\), got 'vitt'"),
+        ("--model timm/resnet19", r"--model must be a model that timm has \(did you mean"),
+        ("--model mlp", "--model must be one for images"),
+        ("--dataset digit", r"--dataset must be one of .*\(did you mean 'digits'\?\), got 'digit'"),
+        ("--dataset iris --model vit", "--model must be one for table rows"),
+        ("--dataset npz:none.npz", r"--dataset must be a file that can be read \(No such file or directory\), got 'none.npz'"),
+        ("--dataset folder:none", "--dataset must hold CLASS/"),
+        ("--dataset fake(sizes=3)", "fake has no option 'sizes' \\(did you mean 'size'\\?\\)"),
+        ("--label_noise 2", r"--label_noise must read RATE\[:symmetric\|asymmetric\]"),
+        ("--imbalance 0", "--imbalance must be above 0 and at most 1, got 0.0"),
+        ("--val_fraction 1", "--val_fraction must be at least 0 and below 1, got 1.0"),
+        ("--val_fraction 0 --patience 3", r"--patience needs validation rows \(--val_fraction above 0\), got 3"),
+        ("--val_fraction 0 --scheduler plateau", "--scheduler needs validation rows"),
+        ("--test_only", "--test_only needs --checkpoint RUN"),
+        ("--test_only --checkpoint none", "--checkpoint must be a run or a checkpoint that exists, got 'none'"),
+        ("--checkpoint none", "--checkpoint goes with --test_only"),
+        ("--resume none", "--resume must be a run that holds"),
+        ("--config none.yaml", "--config must be a file that can be read"),
+        ("--plugin none.py", "--plugin must be a Python file that exists, got 'none.py'"),
+        ("--pretrained none.safetensors", r"--pretrained must be hub or an undamaged .safetensors file \(does not exist\)"),
+        ("--pretrained hub", "--pretrained hub has weights for timm/NAME models only"),
+        ("--output_dir /proc/none", "--output_dir must be a directory that can be written"),
+        ("--K 0", "--K must be at least 1, got 0"),
+        ("--tracker wandb", "--tracker needs an optional package: pip install wandb"),
+        ("nonsense", "No such command"),
+    ],
+)
+def test_bad_flags(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parts = re.findall(r"--\S+|\S+\([^)]*\)|\S+", words)
+    assert re.search(line, refused(parts, capsys))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--device must be one that is here (no CUDA device found), got 'cuda'" in refused(["--device", "cuda"], capsys)
+
+
+def test_bad_config_files(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text, line in (
+        ("learning_rate: 1", "--learning_rate|learning_rate is not an option"),
+        ("batchsize: 7", r"batchsize is not an option \(did you mean 'batch_size'\?\)"),
+        ("lr: fast", "--lr must be a number, got 'fast'"),
+        ("num_epochs: 2.5", "--num_epochs must be a whole number, got 2.5"),
+        ("- 1", "--config must hold 'option: value' lines"),
+        ("a: [", "--config must be a YAML file"),
+    ):
+        (here / "c.yaml").write_text(text)
+        assert re.search(line, refused(["--config", "c.yaml"], capsys))
+
+
+def test_command_line_wins_over_the_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "c.yaml").write_text("dataset: fake(train=40, test=20, size=8, classes=3)\nlr: 1e-2\nnum_epochs: 3\n")
+    assert main(["--config", "c.yaml", *SMALL, "--patch-size", "4", "--output-dir", "run"]) == 0
+    config = json.loads((here / "run" / "results.json").read_text())["config"]
+    assert (config["lr"], config["num_epochs"], config["patch_size"]) == (0.01, 1, 4)
+
+
+def test_bad_npz(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    x, y = np.zeros((6, 4, 4), np.uint8), np.arange(6) % 2
+    np.savez(here / "short.npz", x_train=x, y_train=y[:5], x_test=x, y_test=y)
+    np.savez(here / "object.npz", x_train=np.array([None, 1], object), y_train=y, x_test=x, y_test=y)
+    (here / "cut.npz").write_bytes((here / "short.npz").read_bytes()[:300])
+    assert "needs one label a row" in refused(["--dataset", "npz:short.npz"], capsys)
+    assert "no object arrays" in refused(["--dataset", "npz:object.npz"], capsys)
+    assert "undamaged npz" in refused(["--dataset", "npz:cut.npz"], capsys)
+
+
+def test_output_dir_that_holds_a_run(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    again = [*FAKE, "--output_dir", "run"]
+    assert "--output_dir holds a finished run (--overwrite replaces it), got 'run'" in refused(again, capsys)
+    (trained / "results.json").unlink()
+    assert "--output_dir holds a run that did not finish (--resume continues it" in refused(again, capsys)
+    (trained / "other").write_text("a user's own file")
+    assert main([*again, "--overwrite"]) == 0
+    assert (trained / "other").exists()
+
+
+def test_output_dir_that_is_a_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "file").write_text("")
+    assert "--output_dir must be a directory that can be written" in refused(["--output_dir", "file/run"], capsys)
+
+
+def test_bad_checkpoints(trained: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    test = ["--test_only", "--checkpoint"]
+    (here / "text.txt").write_text("hello")
+    assert "--checkpoint must be a run" in refused([*test, "text.txt"], capsys)
+    (here / "empty").mkdir()
+    assert "--checkpoint must hold a checkpoint" in refused([*test, "empty"], capsys)
+    assert "is for 3 classes" in refused([*test, "run", "--dataset", "fake(train=40, test=20, size=8, classes=4)"], capsys)
+    assert "--d_hidden contradicts --checkpoint, which has 6, got 8" in refused([*test, "run", "--d_hidden", "8"], capsys)
+    tensors = next((trained / "checkpoints" / "best").glob("*.safetensors"))
+    whole = tensors.read_bytes()
+    tensors.write_bytes(whole[:-5])
+    assert "--checkpoint is damaged" in refused([*test, "run"], capsys)
+    tensors.unlink()
+    assert "--checkpoint lacks its file" in refused([*test, "run"], capsys)
+
+
+def test_bad_pretrained_weights(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({"other.weight": torch.zeros(3)}, str(here / "other.safetensors"))
+    assert "no name and shape matches" in refused([*FAKE, "--pretrained", "other.safetensors"], capsys)
+    (here / "cut.safetensors").write_bytes((here / "other.safetensors").read_bytes()[:20])
+    assert "undamaged .safetensors" in refused([*FAKE, "--pretrained", "cut.safetensors"], capsys)
+
+
+def test_plugin_with_a_mistake(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "broken.py").write_text("x = 1\ny = x / 0\n")
+    assert "--plugin could not be imported (ZeroDivisionError: division by zero, line 2)" in refused(["--plugin", "broken.py"], capsys)
+
+
+def test_unused_layer_flags_are_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FAKE, "--K", "3", "--magnitude_type", "cosine", "--output_dir", "run"]) == 0
+    assert "unused by Attention: --K, --magnitude_type" in capsys.readouterr().err.splitlines()
+
+
+def test_published_command_line_reads(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It gets as far as the images that are not here."""
+    line = (
+        "--layer Attention --num_layers 12 --num_heads 3 --d_hidden 192 --d_mlp 768 --dataset cifar10 --optimizer adamw --lr 1e-3 "
+        "--num_epochs 150 --output_dir ./Output/ViT/Attention"
+    )
+    assert "--data_path must hold cifar-10-batches-py/data_batch_1" in refused(line.split(), capsys)
+
+
+def test_final_table(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--test_only", "--checkpoint", "run"]) == 0
+    out = capsys.readouterr().out
+    words = ("accuracy", "top-5", "F1-macro", "NLL", "ECE", "Brier", "parameters", "GFLOPs", "images/s", "peak memory", "written to run")
+    for word in words:
+        assert word in out
+
+
+def test_help_is_grouped_and_fits() -> None:
+    """All flags, in panels, within 100 columns; and torch is not loaded for it."""
+    environment = {**os.environ, "COLUMNS": "100", "TERMINAL_WIDTH": "100", "NO_COLOR": "1"}
+    code = "import sys, main; code = main.main(['--help']); print('torch' in sys.modules or 'timm' in sys.modules); sys.exit(code)"
+    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+    lines = shown.splitlines()
+    assert lines[-1] == "False"
+    assert max(map(len, lines)) <= 100
+    for panel in ("Model", "Layer options", "Data", "Training", "System", "Output"):
+        assert f"─ {panel} ─" in shown
+    for flag in FLAGS.split():
+        assert re.search(rf"{flag}\b", shown), flag
+
+
+FLAGS = """
+--layer --patch_size --num_layers --num_heads --d_hidden --d_mlp --dropout --attention_dropout --convolution_type --softmax_topk_val
+--no-softmax_topk_val --K --sampling_type --num_samples --sample_padding --magnitude_type --coordinate_encoding --branch_ratio
+--kernel_size --sparse_mode --sparse_context_window --dataset --data_path --resize --augment --noise --batch_size --num_epochs
+--use_amp --use_compiled --compile_mode --clip_grad_norm --criterion --optimizer --lr --weight_decay --momentum --scheduler --lr_step
+--lr_gamma --device --seed --output_dir --test_only --model --head --config --warmup_epochs --label_smoothing --mixup_alpha
+--cutmix_alpha --ema_decay --accumulate --patience --val_fraction --label_noise --imbalance --workers --deterministic --resume
+--checkpoint --plugin --tracker --overwrite --pretrained
+"""
+
+
+def test_every_flag_is_in_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for flag in FLAGS.split():
+        assert flag == "--no-softmax_topk_val" or re.search(rf"`[^`]*{flag}\b", readme), flag

@@ -81,7 +81,8 @@ class Batches:
         """First and last row of each batch. A last training batch of one row is left out: BatchNorm has no variance for it."""
         n = len(self.split)
         starts = [(i, min(i + self.batch_size, n)) for i in range(0, n, self.batch_size)]
-        return starts[:-1] if self.train and len(starts) > 1 and starts[-1][1] - starts[-1][0] == 1 else starts
+        alone = self.train and self.batch_size > 1 and len(starts) > 1 and starts[-1][1] - starts[-1][0] == 1
+        return starts[:-1] if alone else starts
 
     def order(self, epoch: int) -> np.ndarray:
         n = len(self.split)
@@ -123,7 +124,7 @@ class Batches:
             seed = mix(self.seed, NOISE, epoch if self.train else 0)
             x = x + normals(seed, rows, x[0].numel(), self.device).view_as(x).mul_(self.noise / self.std)
         if self.size and self.size != tuple(x.shape[2:]):
-            x = F.interpolate(x, self.size, mode="bilinear", antialias=self.size[0] < x.shape[2])
+            x = F.interpolate(x, self.size, mode="bilinear", antialias=self.size[0] < x.shape[2] or self.size[1] < x.shape[3])
         return x
 
     # ------------------------------------------------ image files
@@ -175,7 +176,7 @@ class _Files(Dataset[Any]):
         try:
             with Image.open(self.paths[row]) as file:
                 image = file.convert("RGB")
-        except OSError as error:
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # what Pillow raises for a damaged file
             return BadOption("dataset", f"has an image that can't be read ({type(error).__name__})", str(self.paths[row]))
         draws = uniforms(self.crop[0], [row], 5)[0] if self.crop else None
         box = random_box(image.size, draws) if draws is not None else center_box(image.size)

@@ -71,9 +71,8 @@ def save(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], facts: Mappi
         content = tensors_to_bytes({k: v.detach().cpu().contiguous().clone() for k, v in named.items()})
         digest = hashlib.sha256(content).hexdigest()
         files[group] = {"file": f"{group}-{digest[:12]}.safetensors", "sha256": digest}
-        if not (folder / files[group]["file"]).exists():
-            write_atomically(folder / files[group]["file"], content)
-    body = {"format": FORMAT, "files": files, "facts": facts}
+        write_atomically(folder / files[group]["file"], content)  # also over one of that name: it may have been damaged since
+    body = json.loads(json.dumps({"format": FORMAT, "files": files, "facts": facts}))  # as it will be read: keys become text
     write_json(folder / INDEX, {**body, "sha256": _digest(body)})
     kept = {INDEX, *(f["file"] for f in files.values())}
     for stale in folder.iterdir():  # the files of the checkpoint that was replaced, and temporaries of a killed process

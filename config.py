@@ -200,7 +200,7 @@ def check(values: Mapping[str, Any], *owners: type) -> None:
         if not (isinstance(value, kind) or (kind is float and isinstance(value, int))) or (isinstance(value, bool) and kind is not bool):
             raise BadOption(name, f"must be {_KINDS[kind]}", value)
         if kind is float and not math.isfinite(value):
-            raise BadOption(name, "must be a finite number", value)
+            raise BadOption(name, "must be a number", value)
         if meta["choices"] and value not in meta["choices"]:
             raise BadOption(name, f"must be one of {', '.join(meta['choices'])}{nearest(str(value), meta['choices'])}", value)
         if meta["rule"] and not meta["rule"][0](value):
@@ -232,14 +232,17 @@ def read_yaml(path: str) -> dict[str, Any]:
         raise BadOption("config", "must be a YAML file", path) from None
     if not isinstance(values, dict):
         raise BadOption("config", "must hold 'option: value' lines", path)
-    values = {k: parse(k, v) if k in FIELDS and kind_of(FIELDS[k]) is float else v for k, v in values.items()}  # YAML reads 1e-3 as text
+    # YAML reads 1e-3 as text, and the 0.2 of label_noise as a number.
+    values = {k: parse(k, v) if k in FIELDS and kind_of(FIELDS[k]) in (float, str) else v for k, v in values.items()}
     check(values, Config)
     return {k: v for k, v in values.items() if v is not None}
 
 
 def parse(name: str, value: Any) -> Any:
-    """A number that came as text."""
+    """A number that came as text, and the other way round."""
     kind = kind_of(FIELDS[name])
+    if kind is str and type(value) in (int, float):
+        return str(value)
     if not isinstance(value, str) or kind not in (int, float):
         return value
     try:

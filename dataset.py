@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tables import Encoder, Table, read_adult, read_csv, read_wine_quality
+from tables import Encoder, Table, no_empty_folders, read_adult, read_csv, read_wine_quality
 from utils import BadOption, Call, Registry, check_options, mix, parse_call
 
 IMAGE_FILES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
@@ -86,17 +86,18 @@ def load(
 ) -> Data:
     """A data set by name, split. `fitted` re-uses the statistics of an earlier run instead of those of this training split."""
     source = _with_test_set(_read(name, Path(data_path)))
-    labels, classes = _number_classes(source)
+    labels, classes = _number_classes(source, name)
     kind = _kind(source.x_train)
     everything = np.arange(len(labels["train"]))
     val_rows = np.empty(0, np.int64) if source.x_val is not None else stratified(labels["train"], val_fraction, mix(seed, 1))
     train_rows = np.setdiff1d(everything, val_rows)
+    for part, rows, least in (("training", len(train_rows), 2), ("test", len(labels["test"]), 1)):
+        if rows < least:
+            raise BadOption("dataset", f"must leave at least {least} {part} row{'s'[: least - 1]} after the splits ({rows} left)", name)
     if imbalance < 1:
         train_rows = train_rows[long_tail(labels["train"][train_rows], imbalance, len(classes), mix(seed, 2))]
     clean = labels["train"][train_rows]
     noisy = noisy_labels(label_noise, clean, train_rows, everything.size, classes, source.confusable, mix(seed, 3))
-    if len(train_rows) < 2:
-        raise BadOption("dataset", f"must leave at least 2 training rows after the splits ({len(train_rows)} left)", name)
 
     fitted = fitted or _fit(kind, source.x_train[train_rows])
     train = Split(_encode(kind, source.x_train[train_rows], fitted), noisy)
@@ -155,19 +156,13 @@ def _torchvision(root: Path, dataset: str, files: str, **facts: Any) -> Source:
             return getattr(tv, dataset)(root, train=train, download=True)
 
     try:
-        train, test = fetch(True), fetch(False)
-    except (RuntimeError, OSError) as error:
-        _remove_empty(root)  # torchvision makes folders before it downloads
-        reason = str(error).replace("\n", " ")[:80]
+        with no_empty_folders(root / dataset):
+            train, test = fetch(True), fetch(False)
+    except (RuntimeError, OSError, ValueError, AssertionError) as error:  # the last two: a file cut short
+        reason = str(error).replace("\n", " ")[:80] or "damaged"
         raise BadOption("data_path", f"must hold {files}, and they could not be downloaded ({reason})", str(root)) from None
     x_train, y_train, x_test, y_test = (np.asarray(a) for a in (train.data, train.targets, test.data, test.targets))
     return Source(x_train, y_train, x_test, y_test, classes=tuple(train.classes), **facts)
-
-
-def _remove_empty(root: Path) -> None:
-    for folder in sorted((p for p in [root, *root.rglob("*")] if p.is_dir()), reverse=True):
-        if not any(folder.iterdir()):
-            folder.rmdir()
 
 
 _IDX = "{}/raw/train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte"
@@ -208,8 +203,9 @@ def imagenet(root: Path) -> Source:
 @DATASETS.register("fake")
 def fake(root: Path, *, train: int = 512, test: int = 128, size: int = 32, channels: int = 3, classes: int = 10) -> Source:
     """Random images with random labels, to try the machinery: fake(train=512, size=32, classes=10)."""
-    if min(train, test, size, channels, classes) < 1:
-        raise BadOption("dataset", "takes options of at least 1", f"fake(train={train}, test={test}, size={size}, classes={classes})")
+    for option, value in dict(train=train, test=test, size=size, channels=channels, classes=classes).items():
+        if type(value) is not int or value < 1:
+            raise BadOption("dataset", f"takes whole numbers of at least 1 in fake({option}=...)", value)
     rng = np.random.default_rng(0)
     x = rng.integers(0, 256, (train + test, size, size, channels), np.uint8)
     y = np.arange(train + test) % classes
@@ -273,8 +269,9 @@ def read_npz(path: str) -> Source:
     for part in ("train", "test", "val"):
         if f"x_{part}" in arrays:
             _check_arrays(arrays[f"x_{part}"], arrays.get(f"y_{part}"), part, path)
-    if arrays["x_train"].shape[1:] != arrays["x_test"].shape[1:]:
-        raise BadOption("dataset", "needs x_train and x_test rows of one shape", f"{arrays['x_train'].shape}, {arrays['x_test'].shape}")
+    shapes = {k: v.shape for k, v in arrays.items() if k.startswith("x_")}
+    if len({shape[1:] for shape in shapes.values()}) > 1:
+        raise BadOption("dataset", "needs rows of one shape", ", ".join(f"{k} {shape}" for k, shape in shapes.items()))
     return Source(**arrays)
 
 
@@ -325,15 +322,25 @@ def _with_test_set(source: Source) -> Source:
     return replace(source, x_train=source.x_train[train], y_train=y[train], x_test=source.x_train[test], y_test=y[test])
 
 
-def _number_classes(source: Source) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
+def _number_classes(source: Source, name: str) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
     """Labels as 0 .. C-1, and the classes' names."""
-    given = {"train": source.y_train, "test": source.y_test, "val": source.y_val}
-    labels = {k: np.asarray(v) for k, v in given.items() if v is not None}
-    if source.classes is not None:
-        return {k: v.astype(np.int64) for k, v in labels.items()}, source.classes
+    given = {
+        "train": (source.x_train, source.y_train),
+        "test": (source.x_test, source.y_test),
+        "val": (source.x_val, source.y_val),
+    }
+    labels = {part: np.asarray(y) for part, (x, y) in given.items() if x is not None}
+    for part, y in labels.items():
+        if y.shape != (len(given[part][0]),):
+            raise BadOption("dataset", f"needs one label a row ({part}: {len(given[part][0])} rows, labels {y.shape})", name)
     values = np.unique(np.concatenate(list(labels.values())))
-    if len(values) < 2:
-        raise BadOption("dataset", f"needs at least two classes ({len(values)} found)")
+    found = len(values) if source.classes is None else len(source.classes)
+    if found < 2:
+        raise BadOption("dataset", f"needs at least two classes ({found} found)", name)
+    if source.classes is not None:
+        if len(values) and not 0 <= values[0] <= values[-1] < found:
+            raise BadOption("dataset", f"needs labels from 0 to {found - 1} ({values[0]} to {values[-1]} found)", name)
+        return {k: v.astype(np.int64) for k, v in labels.items()}, source.classes
     return {k: np.searchsorted(values, v).astype(np.int64) for k, v in labels.items()}, tuple(str(v) for v in values)
 
 
@@ -373,7 +380,7 @@ def stratified(y: np.ndarray, fraction: float, seed: int) -> np.ndarray:
     for value in np.unique(y):
         rows = rng.permutation(np.flatnonzero(y == value))
         picked.append(rows[: min(round(len(rows) * fraction), len(rows) - 1)])
-    return np.sort(np.concatenate(picked))
+    return np.sort(np.concatenate([np.empty(0, np.int64), *picked]))
 
 
 def long_tail(y: np.ndarray, ratio: float, num_classes: int, seed: int) -> np.ndarray:

@@ -47,6 +47,51 @@ def train(context: typer.Context, **values: Any) -> None:
     run(given, flags.Action(**actions))
 
 
+Plugin = Annotated[str | None, typer.Option(help=flags.FIELDS["plugin"].metadata["help"], metavar="TEXT")]
+DataPath = Annotated[str, typer.Option("--data_path", help=flags.FIELDS["data_path"].metadata["help"], metavar="TEXT")]
+Device = Annotated[str, typer.Option(help="where to compute: auto, cpu, cuda, mps", metavar="TEXT")]
+
+
+def list_(
+    what: Annotated[str, typer.Argument(help="layers, models, heads, datasets, or all of them")] = "all",
+    d_hidden: Annotated[int, typer.Option("--d_hidden", help="width of a token")] = 192,
+    num_heads: Annotated[int, typer.Option("--num_heads", help="attention heads")] = 3,
+    image_size: Annotated[int, typer.Option("--image_size", help="image side")] = 224,
+    patch_size: Annotated[int, typer.Option("--patch_size", help="side of a patch")] = 16,
+    batch_size: Annotated[int, typer.Option("--batch_size", help="rows of the measured forward pass")] = 8,
+    filter: Annotated[str, typer.Option(help="timm models whose name fits, with parameters: 'vit_tiny*'")] = "",
+    plugin: Plugin = None,
+) -> None:
+    """Layers, models, heads and data sets: what they do, their options, parameters and measured cost."""
+    from experiments.listing import show
+
+    show(what, d_hidden, num_heads, image_size, patch_size, batch_size, filter, plugin)
+
+
+def probe(
+    K: Annotated[str, typer.Option("--K", help="neighbors a token may read: whole numbers and 'all'")] = "1,4,9,16,32,all",
+    model: Annotated[str | None, typer.Option(help="timm/NAME, with --pretrained", metavar="TEXT")] = None,
+    pretrained: Annotated[str, typer.Option(help="hub, or FILE.safetensors", metavar="TEXT")] = "hub",
+    checkpoint: Annotated[str | None, typer.Option(help="RUN to probe instead", metavar="TEXT")] = None,
+    dataset: Annotated[str | None, typer.Option(help=flags.FIELDS["dataset"].metadata["help"], metavar="TEXT")] = None,
+    data_path: DataPath = "./data",
+    mode: Annotated[str, typer.Option(help="topk: softmax over the K; mass: the K's own share of the softmax")] = "topk",
+    batch_size: Annotated[int, typer.Option("--batch_size", help="rows a batch")] = 128,
+    output_dir: Annotated[str | None, typer.Option("--output_dir", help="where probe.json and probe.png go (default: the run)")] = None,
+    device: Device = "auto",
+    plugin: Plugin = None,
+) -> None:
+    """What would hard top-K do to this trained model? Test accuracy against K, without training."""
+    from experiments.probing import run_probe
+
+    given = dict(dataset=dataset, data_path=data_path, batch_size=batch_size, device=device, plugin=plugin, model=model)
+    run_probe(K, checkpoint, pretrained, mode, output_dir, {k: v for k, v in given.items() if v is not None})
+
+
+COMMANDS = (list_, probe)
+OPTIONS = {*flags.FIELDS, *(name for command in COMMANDS for name in inspect.signature(command).parameters)}
+
+
 def build_app() -> typer.Typer:
     app = typer.Typer(
         add_completion=False,
@@ -60,6 +105,8 @@ def build_app() -> typer.Typer:
     train.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     train.__annotations__ = {p.name: p.annotation for p in parameters}
     app.callback(invoke_without_command=True)(train)
+    for command in COMMANDS:
+        app.command(name=command.__name__.rstrip("_"))(command)
     return app
 
 
@@ -68,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return build_app()(args=list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False) or 0
     except BadOption as error:
-        return fail(f"--{error}" if error.option in flags.FIELDS else str(error))
+        return fail(f"--{error}" if error.option in OPTIONS else str(error))
     except Halt as halt:
         say(str(halt))
         return halt.exit_code

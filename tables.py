@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,11 +73,13 @@ def read_csv(path: Path, target: str) -> tuple[Table, np.ndarray]:
     header, rows = _rows(path)
     if target not in header:
         raise BadOption("dataset", f"has no column {target!r}{nearest(target, header)}; it has {', '.join(header[:20])}", str(path))
-    columns = dict(zip(header, zip(*rows, strict=True), strict=True))
-    labels = np.array(columns.pop(target))
+    if len(header) < 2:
+        raise BadOption("dataset", f"must have columns besides {target!r}", str(path))
+    columns = list(zip(*rows, strict=True))  # by place: two of one name are two columns
+    labels = np.array(columns.pop(header.index(target)))
     if any(v.strip().lower() in MISSING for v in labels):
         raise BadOption("dataset", f"has rows without a {target!r}", str(path))
-    return _columns(list(columns.values()), len(rows)), labels
+    return _columns(columns, len(rows)), labels
 
 
 def _rows(path: Path, delimiters: str = ",;\t") -> tuple[list[str], list[list[str]]]:
@@ -88,7 +92,10 @@ def _rows(path: Path, delimiters: str = ",;\t") -> tuple[list[str], list[list[st
     if len(lines) < 2:
         raise BadOption("dataset", "must be a CSV file with a header and rows", str(path))
     delimiter = max(delimiters, key=lines[0].count)
-    table = [[cell.strip() for cell in row] for row in csv.reader(lines, delimiter=delimiter, skipinitialspace=True)]
+    try:
+        table = [[cell.strip() for cell in row] for row in csv.reader(lines, delimiter=delimiter, skipinitialspace=True)]
+    except csv.Error as error:
+        raise BadOption("dataset", f"must be a CSV file ({error})", str(path)) from None
     for number, row in enumerate(table):
         if len(row) != len(table[0]):
             raise BadOption("dataset", f"has {len(table[0])} columns, and {len(row)} in line {number + 1}", str(path))
@@ -143,11 +150,25 @@ def read_wine_quality(root: Path) -> tuple[Table, np.ndarray]:
     return Table(numbers, color[:, None]), np.concatenate([labels for _, labels in parts])
 
 
+@contextlib.contextmanager
+def no_empty_folders(folder: Path) -> Iterator[None]:
+    """Libraries make folders before they download; when that fails, no empty ones stay in `folder` or above that were not there."""
+    new = [p for p in (folder, *folder.parents) if not p.exists()]
+    try:
+        yield
+    except BaseException:
+        for made in (*sorted((p for p in folder.rglob("*") if p.is_dir()), reverse=True), *new):
+            with contextlib.suppress(OSError):  # not empty, or never made
+                made.rmdir()
+        raise
+
+
 def _openml(name: str, version: int, files: str, root: Path) -> tuple[Table, np.ndarray]:
     from sklearn.datasets import fetch_openml
 
     try:
-        bunch = fetch_openml(name, version=version, data_home=str(root), as_frame=False, parser="liac-arff", n_retries=0)
+        with no_empty_folders(root / "openml"):
+            bunch = fetch_openml(name, version=version, data_home=str(root), as_frame=False, parser="liac-arff", n_retries=1)
     except Exception as error:  # urllib, socket and HTTP errors share no base; the advice is one
         reason = str(error).replace("\n", " ")[:80]
         raise BadOption("data_path", f"must hold {files}, and OpenML could not be reached ({reason})", str(root)) from None

@@ -39,7 +39,7 @@ class Classifier(nn.Module):
 
 
 class Diverged(Halt):
-    """The loss or the gradient is not finite; the optimizer has not stepped on it."""
+    """The loss or the gradient is not finite, and the optimizer has not stepped on it; or the model's outputs are NaN."""
 
 
 class Stopped(Halt):
@@ -119,7 +119,10 @@ def evaluate(model: nn.Module, batches: Batches, use_amp: bool = False) -> dict[
         with autocast(batches.device, use_amp):
             rows.append(model(batch.x).float().cpu())
         targets.append(batch.target.cpu())
-    return metrics(torch.cat(rows), torch.cat(targets))
+    log_probs = torch.cat(rows)
+    if lost := int(log_probs.isnan().any(1).sum()):  # metrics of these would look like numbers
+        raise Diverged(f"the model gives NaN for {lost} of {len(log_probs)} rows", 1)
+    return metrics(log_probs, torch.cat(targets))
 
 
 # ---------------------------------------------------------------- where training stands

@@ -80,10 +80,12 @@ def parse_call(text: str, flag: str) -> Call:
         return Call(name)
     try:
         node = ast.parse(f"f({rest}", mode="eval").body
-        if not isinstance(node, ast.Call) or node.args or not all(k.arg for k in node.keywords):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.args:
             raise ValueError
         options = {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
-    except (SyntaxError, ValueError):
+        if None in (k.arg for k in node.keywords) or len(options) < len(node.keywords):  # **options, or one given twice
+            raise ValueError
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         raise BadOption(flag, "must read Name(option=value, ...), values being numbers, 'text', True, False or None", text) from None
     return Call(name.strip(), options)
 
@@ -95,8 +97,8 @@ def parse_pattern(text: str, depth: int, flag: str) -> list[Call]:
         call, star, count = part.rpartition("*") if ")" not in part.rpartition("*")[2] else ("", "", part)
         times = 1
         if star:
-            if not count.strip().isdigit() or int(count) < 1:
-                raise BadOption(flag, "must read Name*COUNT, with a count of 1 or more", part)
+            if not count.strip().isdecimal() or not 1 <= int(count) <= depth:
+                raise BadOption(flag, f"must read Name*COUNT, with a count from 1 to the number of blocks ({depth})", part)
             times = int(count)
         calls += [parse_call(call if star else part, flag)] * times
     if not calls or depth % len(calls):

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -102,17 +102,10 @@ def test(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
     if not action.checkpoint:
         raise BadOption("test_only", "needs --checkpoint RUN")
     source = checkpoint.find(action.checkpoint)
-    tensors, facts = checkpoint.load(source, "model", "ema")
-    config = merge(facts["config"], given, flags.FREE_IN_TEST, "checkpoint")
-    load_plugin(config.plugin)
-    device = choose_device(config.device)
     where = Path(action.checkpoint) if source.parent.parent == Path(action.checkpoint) else source
     where = Path(given["output_dir"]) if given.get("output_dir") else where
     check_writable(where)
-    data = load_data(dataclasses.asdict(config), facts["fitted"])
-    check_same(data, facts)
-    model = build(config, data, device, rebuild=True)
-    model.load_state_dict(tensors.get("ema", tensors["model"]))
+    config, data, model, device, facts = rebuild(action.checkpoint, given)
     size = one_row(model, data, config, device)
     say(f"checkpoint: {source}, epoch {facts['epoch']}")
     results = measure(config, data, model, device, size, epoch=facts["epoch"], seconds=facts.get("seconds", 0.0), val=None)
@@ -120,6 +113,29 @@ def test(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
     checkpoint.write_json(where / RESULTS, results)
     print(reporting.table(results, where / RESULTS))
     return results
+
+
+class Rebuilt(NamedTuple):
+    """A finished or stopped run, ready to be looked at."""
+
+    config: Config
+    data: dataset.Data
+    model: Classifier
+    device: torch.device
+    facts: dict[str, Any]
+
+
+def rebuild(path: str, given: Mapping[str, Any]) -> Rebuilt:
+    """The evaluated model of a run, a checkpoint folder or a file in it; `given` changes only what may change in a test."""
+    tensors, facts = checkpoint.load(checkpoint.find(path), "model", "ema")
+    config = merge(facts["config"], given, flags.FREE_IN_TEST, "checkpoint")
+    load_plugin(config.plugin)
+    device = choose_device(config.device)
+    data = load_data(dataclasses.asdict(config), facts["fitted"])
+    check_same(data, facts)
+    model = build(config, data, device, rebuild=True)
+    model.load_state_dict(tensors.get("ema", tensors["model"]))
+    return Rebuilt(config, data, model, device, facts)
 
 
 def finish(

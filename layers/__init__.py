@@ -4,12 +4,32 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from layers.attention import Attention
 from layers.base import TokenMixer
+from layers.branch import BranchAttention, BranchConv
+from layers.convnn import ConvNNAttention
+from layers.kvt import KvtAttention
+from layers.local import LocalAttention
+from layers.neighborhood import NeighborhoodAttention
+from layers.sampled_knn import SampledKnnAttention
+from layers.sparse import SparseAttention
+from layers.timm_layer import timm_class
 from utils import Call, Registry, check_options, options_of, parse_call
 
 LAYERS: Registry[type[TokenMixer]] = Registry("layer", "layer")
-for _layer in (Attention,):
+for _layer in (
+    Attention,
+    ConvNNAttention,
+    KvtAttention,
+    LocalAttention,
+    NeighborhoodAttention,
+    SparseAttention,
+    SampledKnnAttention,
+    BranchConv,
+    BranchAttention,
+):
     LAYERS.register()(_layer)
 
 CONTEXT = ("grid", "num_prefix_tokens")  # what the model knows and a layer may ask for
@@ -43,4 +63,29 @@ def pick_options(layer: str, options: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in options.items() if k in known}
 
 
-__all__ = ["CONTEXT", "LAYERS", "Attention", "TokenMixer", "build", "pick_options"]
+def timm_layer(spec: str | Call, **options: Any) -> type[nn.Module]:
+    """A class for timm: `timm.create_model("vit_tiny_patch16_224", attn_layer=timm_layer("KvtAttention", K=9))`."""
+    call = parse_call(spec, "layer") if isinstance(spec, str) else spec
+    merged = {**options, **call.options}
+    layer = LAYERS[call.name]
+    check_options(call.name, layer, merged)
+    return timm_class(Call(call.name, merged), layer)
+
+
+__all__ = [
+    "CONTEXT",
+    "LAYERS",
+    "Attention",
+    "BranchAttention",
+    "BranchConv",
+    "ConvNNAttention",
+    "KvtAttention",
+    "LocalAttention",
+    "NeighborhoodAttention",
+    "SampledKnnAttention",
+    "SparseAttention",
+    "TokenMixer",
+    "build",
+    "pick_options",
+    "timm_layer",
+]

@@ -64,11 +64,13 @@ class TokenMixer(nn.Module):
 
     def built_once(self, key: Any, build: Callable[[], Tensor]) -> Tensor:
         """A mask or a list of tokens that depends on nothing but `key` (the number of tokens, the device)."""
-        if torch.is_inference_mode_enabled():
-            return build()  # NOTE a tensor made in inference mode could not be used in a training step later
-        if key not in self._built:
-            self._built[key] = build()
-        return self._built[key]
+        found = self._built.get(key)
+        if found is None:
+            found = build()
+            # NOTE what is made in inference mode could not serve a training step later; what is made in a graph stays in it
+            if not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
+                self._built[key] = found
+        return found
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, num_heads={self.num_heads}"
@@ -98,7 +100,7 @@ def check_at_least(option: str, value: int, least: int) -> None:
 def check_neighbors(K: int, tokens: int | None) -> None:
     """K neighbors out of so many tokens; None where the number is not known yet: the first forward checks then."""
     check_at_least("K", K, 1)
-    if tokens is not None and K > tokens:
+    if tokens is not None and tokens < K:
         raise BadOption("K", f"must be at most the number of candidate tokens ({tokens})", K)
 
 

@@ -19,9 +19,14 @@ SMALL_IMAGE = 64  # up to this side a ResNet gets the CIFAR stem
 def timm_config(name: str) -> dict[str, Any]:
     """timm's facts about a model: input size, normalization, name of the classifier."""
     short = name.removeprefix("timm/")
-    if not timm.is_model(short.partition(".")[0]):
-        raise BadOption("model", f"must be a model that timm has{nearest(short, timm.list_models())}", name)
-    config = timm.get_pretrained_cfg(short, allow_unregistered=True)
+    family, _, tag = short.partition(".")
+    if not timm.is_model(family):
+        raise BadOption("model", f"must be a model that timm has{nearest(family, timm.list_models())}", name)
+    try:
+        config = timm.get_pretrained_cfg(short, allow_unregistered=True)
+    except RuntimeError:  # timm's word for an unknown tag
+        tags = [known.partition(".")[2] for known in timm.list_models(f"{family}.*", pretrained=True)]
+        raise BadOption("model", f"must have a tag that timm has ({', '.join(tags) or 'none'}){nearest(tag, tags)}", name) from None
     return config.to_dict() if config else {}
 
 
@@ -54,6 +59,7 @@ def timm_backbone(spec: ModelSpec) -> nn.Module:
         say(f"{spec.name}: CIFAR stem (3 x 3 convolution of stride 1, no pooling) for images of {height} x {width}")
     classifier = model.get_classifier() if hasattr(model, "get_classifier") else None
     model.reset_classifier(0)
+    model.num_features = getattr(model, "head_hidden_size", None) or model.num_features  # some widen the features in their head
     if spec.layer != "Attention":
         from models.swap import swap_attention
 

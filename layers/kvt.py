@@ -1,0 +1,41 @@
+"""k-NN attention of vision transformers, KVT (arXiv 2106.00515)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from layers import functional as L
+from layers.base import TokenMixer, check_neighbors, count_tokens
+
+
+class KvtAttention(TokenMixer):
+    """The K largest logits of a token survive; softmax over them."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        *,
+        K: int = 9,
+        grid: tuple[int, int] | None = None,
+        num_prefix_tokens: int = 0,
+        **base: Any,
+    ) -> None:
+        super().__init__(dim, num_heads, **base)
+        check_neighbors(K, count_tokens(grid, num_prefix_tokens))
+        self.K = K
+
+    def neighbors(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Which K tokens each token reads, best first, and their weights: both (B, H, N, K)."""
+        score, index = L.nearest(L.full_precision(q), L.full_precision(k), self.K)
+        return index, (score * self.scale).softmax(-1)
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        check_neighbors(self.K, q.shape[2])
+        index, weight = self.neighbors(q, k)
+        return L.weighted_sum(L.full_precision(v), index, self.attn_drop(weight)).to(v.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, K={self.K}"

@@ -1,0 +1,49 @@
+"""Sparse attention: dense attention under a fixed pattern."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from layers import functional as L
+from layers.base import TokenMixer, check_at_least, check_choice
+
+
+class MaskedAttention(TokenMixer):
+    """Softmax attention under a mask that depends on the number of tokens only. Subclasses write `pattern`."""
+
+    def pattern(self, tokens: int, device: torch.device) -> Tensor:
+        """True where a row may read a column: (N, N)."""
+        raise NotImplementedError
+
+    def mask(self, tokens: int, device: torch.device) -> Tensor:
+        """The pattern, built once for each number of tokens."""
+        return self.built_once((tokens, device), lambda: self.pattern(tokens, device))
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = self.mask(q.shape[2], q.device)  # (N, N)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=self.attention_dropout)
+
+
+class SparseAttention(MaskedAttention):
+    """Attention over all tokens, over a local window, or over every so-manieth token (strided)."""
+
+    def __init__(
+        self, dim: int, num_heads: int = 8, *, sparse_mode: str = "local", sparse_context_window: int = 49, **base: Any
+    ) -> None:
+        super().__init__(dim, num_heads, **base)
+        check_choice("sparse_mode", sparse_mode, ("all", "local", "strided"))
+        check_at_least("sparse_context_window", sparse_context_window, 1)
+        self.sparse_mode, self.sparse_context_window = sparse_mode, sparse_context_window
+
+    def pattern(self, tokens: int, device: torch.device) -> Tensor:
+        if self.sparse_mode == "all":
+            return torch.ones(tokens, tokens, dtype=torch.bool, device=device)
+        pattern = L.local_mask if self.sparse_mode == "local" else L.strided_mask
+        return pattern(tokens, self.sparse_context_window, device)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, sparse_mode={self.sparse_mode}, sparse_context_window={self.sparse_context_window}"

@@ -1,0 +1,191 @@
+"""Flags: their checks, the presets of the data sets, and the YAML that repeats a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from config import FIELDS, PRESETS, Action, Config, check, kind_of, patch_size_for, read_yaml, resolve, to_yaml
+from utils import BadOption
+
+CIFAR, DIGITS, ROWS = (3, 32, 32), (1, 8, 8), (13,)
+
+
+# ---------------------------------------------------------------- checks
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "rule"),
+    [
+        ("batch_size", 0, "must be at least 1, got 0"),
+        ("batch_size", 7.0, "must be a whole number, got 7.0"),
+        ("batch_size", True, "must be a whole number, got True"),
+        ("batch_size", "7", "must be a whole number, got '7'"),
+        ("lr", -0.1, "must be above 0, got -0.1"),
+        ("lr", 0, "must be above 0, got 0"),
+        ("lr", False, "must be a number, got False"),
+        ("lr", math.nan, "must be a number, got nan"),
+        ("lr", math.inf, "must be a number, got inf"),
+        ("dropout", 1, "must be at least 0 and below 1, got 1"),
+        ("branch_ratio", 1.1, "must be between 0 and 1, got 1.1"),
+        ("imbalance", 0, "must be above 0 and at most 1, got 0"),
+        ("seed", -1, "must be from 0 to 2^63 - 1, got -1"),
+        ("seed", 2**63, f"must be from 0 to 2^63 - 1, got {2**63}"),
+        ("augment", 1, "must be true or false, got 1"),
+        ("layer", 3, "must be text, got 3"),
+        ("optimizer", "adamm", "must be one of adam, sgd, adamw (did you mean 'adam'?), got 'adamm'"),
+        ("criterion", "crossentropy", "must be one of CrossEntropy, MSE (did you mean 'CrossEntropy'?), got 'crossentropy'"),
+        ("batchsize", 3, "is not an option (did you mean 'batch_size'?)"),
+        ("K ", 3, "is not an option"),
+        ("stop_after", 0, "must be at least 1, got 0"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_rule(option, value, rule):
+    with pytest.raises(BadOption) as caught:
+        check({"num_epochs": 3, option: value}, Config, Action)
+    assert str(caught.value).startswith(f"{option} {rule}")
+
+
+def test_the_edges_of_the_rules_are_allowed():
+    check(dict(batch_size=1, lr=1e-9, dropout=0, branch_ratio=1, imbalance=1, seed=2**63 - 1, label_smoothing=0.0, K=None), Config)
+    check({"stop_after": 1, "overwrite": True}, Action)
+
+
+def test_an_option_of_another_owner_is_unknown():
+    with pytest.raises(BadOption, match="^resume is not an option"):
+        check({"resume": "run"}, Config)
+
+
+def test_every_flag_has_a_topic_a_help_and_a_default_that_passes_its_own_rule():
+    for owner in (Config, Action):
+        for field in dataclasses.fields(owner):
+            assert field.metadata["topic"]
+            assert field.metadata["help"]
+            check({field.name: field.default}, owner)
+    assert len(FIELDS) == len(dataclasses.fields(Config)) + len(dataclasses.fields(Action))  # no name twice
+
+
+def test_kinds_are_those_of_the_annotations():
+    assert [kind_of(FIELDS[n]) for n in ("K", "lr", "lr_backbone", "layer", "pretrained", "softmax_topk_val", "augment")] == [
+        int, float, float, str, str, bool, bool,
+    ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- presets
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100", "imagenet"])
+def test_the_published_vit_tiny(name):
+    config = resolve({"dataset": name}, shape=CIFAR)
+    size = (config.model, config.patch_size, config.resize, config.num_layers, config.num_heads, config.d_hidden, config.d_mlp)
+    assert size == ("vit", 16, 224, 12, 3, 192, 768)
+    assert (config.dropout, config.attention_dropout) == (0.1, 0.1)
+
+
+def test_every_preset_and_every_kind_of_rows_leaves_nothing_open():
+    cases = [({"dataset": name}, DIGITS if name == "digits" else CIFAR) for name in PRESETS]
+    cases += [({"dataset": "npz:some.npz"}, (2, 37, 41)), ({"dataset": "csv:some.csv:y"}, ROWS), ({"dataset": "iris"}, (4,))]
+    for given, shape in cases:
+        config = resolve(given, shape=shape)
+        check(dataclasses.asdict(config), Config)
+        still_open = {f.name for f in dataclasses.fields(Config) if f.metadata["preset"] and getattr(config, f.name) is None}
+        assert not still_open, given
+        assert config.d_hidden % config.num_heads == 0
+        assert config.model == ("mlp" if len(shape) == 1 else "vit")
+        side = (config.resize, config.resize) if config.resize else shape[1:]
+        assert all(s % config.patch_size == 0 for s in side)
+
+
+def test_what_is_given_wins_over_the_data_set_and_that_over_the_kind():
+    given = resolve({"dataset": "cifar10", "patch_size": 7, "lr": 0.5, "K": 5}, shape=CIFAR)
+    assert (given.patch_size, given.lr, given.K) == (7, 0.5, 5)
+    assert (given.num_epochs, given.batch_size, given.scheduler) == (150, 256, "none")  # the data set's
+    plain = resolve({"dataset": "folder:photos"}, shape=CIFAR)
+    assert (plain.num_epochs, plain.batch_size, plain.scheduler, plain.resize) == (20, 128, "cosine", 0)  # the kind's
+    assert resolve({}, shape=DIGITS) == resolve({"dataset": "digits"}, shape=DIGITS)  # the default
+
+
+def test_options_in_brackets_keep_the_preset():
+    assert resolve({"dataset": "fake(train=31)"}, shape=CIFAR).num_epochs == resolve({"dataset": "fake"}, shape=CIFAR).num_epochs == 2
+
+
+def test_the_patch_suits_the_size_that_the_model_sees():
+    assert resolve({"dataset": "fake"}, shape=CIFAR).patch_size == 4
+    assert resolve({"dataset": "fake", "resize": 224}, shape=CIFAR).patch_size == 16
+
+
+def test_a_timm_model_decides_its_own_size_unless_told():
+    assert resolve({"dataset": "cifar10", "model": "timm/resnet18"}, shape=CIFAR).resize is None
+    assert resolve({"dataset": "cifar10", "model": "timm/resnet18", "resize": 64}, shape=CIFAR).resize == 64
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "patch"),
+    [
+        (32, 32, 4), (224, 224, 16), (8, 8, 1), (28, 28, 2), (14, 14, 1), (15, 15, 3), (384, 384, 32), (48, 80, 8),
+        (37, 37, 37),  # a prime side: one patch
+        (31, 37, 1),  # nothing but 1 divides both
+        (62, 74, 2), (1, 1, 1),
+    ],
+)  # fmt: skip
+def test_patch_size_for(height, width, patch):
+    assert patch_size_for(height, width) == patch
+    assert height % patch == width % patch == 0
+
+
+# ---------------------------------------------------------------- YAML
+
+
+def test_yaml_repeats_a_run(tmp_path):
+    file = tmp_path / "config.yaml"
+    config = resolve(
+        dict(dataset="fake", layer="A*3,B(K=9, s='x')*3", lr=1e-5, weight_decay=1e-12, label_noise="0.2:asymmetric", seed=2**63 - 1, K=7,
+             softmax_topk_val=False, augment=True, output_dir="runs/a b: #c", noise=1 / 3, ema_decay=0.999),
+        shape=CIFAR,
+    )  # fmt: skip
+    file.write_text(to_yaml(config))
+    assert resolve(read_yaml(str(file)), shape=CIFAR) == config
+
+
+def test_yaml_numbers_as_people_write_them(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("lr: 1e-3\nweight_decay: 1\nlabel_noise: 0.2\nK: 9\naugment: yes\npretrained: null\nscheduler: none\n")
+    values = read_yaml(str(file))
+    assert values == {"lr": 0.001, "weight_decay": 1, "label_noise": "0.2", "K": 9, "augment": True, "scheduler": "none"}
+    check(values, Config)
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("lr: fast", "lr must be a number, got 'fast'"),
+        ("lr: .inf", "lr must be a number, got inf"),
+        ("lr: 1e999", "lr must be a number, got inf"),
+        ("batch_size: 2.5", "batch_size must be a whole number, got 2.5"),
+        ("batch_size: 2020-01-02", "batch_size must be a whole number, got 2020-01-02"),
+        ("batch-sizes: 3", "batch-sizes is not an option (did you mean 'batch_size'?)"),
+        ("resume: run", "resume is not an option"),
+        ("7: 3", "7 is not an option"),
+        ("layer: [A, B]", "layer must be text, got ['A', 'B']"),
+        ("- lr\n- 3", "config must hold 'option: value' lines"),
+        ("", "config must hold 'option: value' lines"),
+        ("lr: [", "config must be a YAML file"),
+        ("lr: !!python/object/apply:os.getcwd []", "config must be a YAML file"),
+        (b"\xff\xfe\x00\x01\x80", "config must be a YAML file"),
+    ],
+)
+def test_wrong_yaml_is_one_line(text, rule, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(BadOption) as caught:
+        read_yaml(str(file))
+    assert str(caught.value).startswith(rule)
+
+
+def test_yaml_that_is_not_there(tmp_path):
+    with pytest.raises(BadOption, match=r"^config must be a file that can be read \(No such file or directory\)"):
+        read_yaml(str(tmp_path / "none.yaml"))
+    with pytest.raises(BadOption, match=r"^config must be a file that can be read \(Is a directory\)"):
+        read_yaml(str(tmp_path))

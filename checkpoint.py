@@ -102,7 +102,7 @@ def _read_index(folder: Path) -> dict[str, Any]:
         index = json.loads((folder / INDEX).read_bytes())
     except OSError as error:
         raise BadOption("checkpoint", f"must hold {INDEX} ({error.strerror})", str(folder)) from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise BadOption("checkpoint", f"is damaged: {INDEX} is not whole", str(folder)) from None
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         raise BadOption("checkpoint", f"must be a '{FORMAT}'", str(folder))

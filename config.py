@@ -99,11 +99,13 @@ class Config:
     warmup_epochs: float = flag(None, TRAIN, "linear warm-up", rule=at_least(0), preset=True)
     criterion: str = flag("CrossEntropy", TRAIN, "loss of the linear head", choices=("CrossEntropy", "MSE"))
     label_smoothing: float = flag(0.0, TRAIN, "share of the target spread over all classes", rule=share())
-    mixup_alpha: float = flag(0.0, TRAIN, "MixUp, Beta(a, a); 0 is off", rule=at_least(0))
+    mixup_alpha: float = flag(None, TRAIN, "MixUp, Beta(a, a); 0 is off", rule=at_least(0), preset=True)
     cutmix_alpha: float = flag(0.0, TRAIN, "CutMix, Beta(a, a); 0 is off", rule=at_least(0))
     clip_grad_norm: float = flag(1.0, TRAIN, "largest gradient norm; 0 is off", rule=at_least(0))
     accumulate: int = flag(1, TRAIN, "batches an optimizer step", rule=at_least(1))
-    ema_decay: float = flag(0.0, TRAIN, "average the weights over steps and evaluate the average; 0 is off", rule=share())
+    ema_decay: float = flag(
+        None, TRAIN, "average the weights over steps and evaluate the average; 0 is off", rule=share(), preset=True
+    )
     patience: int = flag(0, TRAIN, "stop after so many epochs without a better validation accuracy; 0 is off", rule=at_least(0))
 
     device: str = flag("auto", SYSTEM, "where to compute", choices=("auto", "cpu", "cuda", "mps"))
@@ -147,14 +149,14 @@ _DIGITS = dict(num_layers=4, num_heads=4, d_hidden=64, d_mlp=128)
 _TINY = dict(patch_size=16, resize=224, num_layers=12, num_heads=3, d_hidden=192, d_mlp=768, dropout=0.1, attention_dropout=0.1)
 _PAPER = dict(num_epochs=150, batch_size=256, lr=1e-4, weight_decay=0.01, scheduler="none", warmup_epochs=0)  # arXiv 2511.14137
 
-IMAGES: dict[str, Any] = dict(
-    model="vit", resize=0, augment=False, dropout=0.0, attention_dropout=0.0, scheduler="cosine", warmup_epochs=2, **_SMALL
-)
+_PLAIN = dict(resize=0, augment=False, mixup_alpha=0.0, ema_decay=0.0, dropout=0.0, attention_dropout=0.0)
+IMAGES: dict[str, Any] = dict(_PLAIN, model="vit", scheduler="cosine", warmup_epochs=2, **_SMALL)
 TABLES: dict[str, Any] = dict(
     IMAGES, model="mlp", patch_size=1, num_layers=2, num_heads=1, d_hidden=128, d_mlp=256, dropout=0.1, num_epochs=40, batch_size=64
 )
 PRESETS: dict[str, dict[str, Any]] = {
-    "digits": dict(_DIGITS, patch_size=2, num_epochs=40, batch_size=64, lr=3e-3, warmup_epochs=4, augment=True),
+    # 1,295 rows learn by heart: mixing and averaging, chosen on validation rows over three seeds, take a third of the errors away.
+    "digits": dict(_DIGITS, patch_size=2, num_epochs=60, batch_size=32, lr=2e-3, warmup_epochs=4, mixup_alpha=0.3, ema_decay=0.995),
     "mnist": dict(patch_size=4),
     "fashion-mnist": dict(patch_size=4),
     "cifar10": {**_TINY, **_PAPER},
@@ -199,7 +201,7 @@ def check(values: Mapping[str, Any], *owners: type) -> None:
         kind, meta = kind_of(known[name]), known[name].metadata
         if not (isinstance(value, kind) or (kind is float and isinstance(value, int))) or (isinstance(value, bool) and kind is not bool):
             raise BadOption(name, f"must be {_KINDS[kind]}", value)
-        if kind is float and not math.isfinite(value):
+        if isinstance(value, float) and not math.isfinite(value):
             raise BadOption(name, "must be a number", value)
         if meta["choices"] and value not in meta["choices"]:
             raise BadOption(name, f"must be one of {', '.join(meta['choices'])}{nearest(str(value), meta['choices'])}", value)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from layers import reading
 from utils import BadOption
 
 
@@ -56,6 +57,10 @@ class TokenMixer(nn.Module):
         q, k, v = self.qkv(x).reshape(b, n, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)  # each (B, H, N, D)
         out = self.mix(self.q_norm(q), self.k_norm(k), v)  # (B, H, N, D)
         return self.proj_drop(self.proj(self.norm(out.transpose(1, 2).reshape(b, n, -1))))
+
+    def reads(self, q: Tensor, k: Tensor) -> Tensor:
+        """How much each token (row) reads of each other (column), in eval(): (B, H, N, N). `mix` tells: no layer has to."""
+        return reading.reads(self, q, k)
 
     @property
     def attention_dropout(self) -> float:

@@ -46,13 +46,14 @@ def timm_backbone(spec: ModelSpec) -> nn.Module:
     """A timm model without its classifier. Where the classes match, `classifier` keeps it as the start of a linear head."""
     height, width = spec.image_size
     short, config = spec.name.removeprefix("timm/"), timm_config(spec.name)
+    weights = _weights(spec.pretrained, config)
     wanted: dict[str, Any] = {
         "num_classes": spec.num_classes,
         "in_chans": spec.shape[0],
         "img_size": (height, width),
         "drop_rate": spec.dropout,
         "attn_drop_rate": spec.attention_dropout,
-        **_weights(spec.pretrained, config),
+        **weights,
     }
     model: Any = _create(short, wanted, {"img_size", "drop_rate", "attn_drop_rate"})
     if max(height, width) <= SMALL_IMAGE and _give_cifar_stem(model):
@@ -66,7 +67,8 @@ def timm_backbone(spec: ModelSpec) -> nn.Module:
         swap_attention(model, spec.layer, **dict(spec.layer_options))
     elif spec.layer_options:
         check_layers(spec)
-    if spec.pretrained and isinstance(classifier, nn.Linear):
+    trained_for = weights.get("pretrained_cfg_overlay", config).get("num_classes") if weights else None
+    if isinstance(classifier, nn.Linear) and trained_for == spec.num_classes:  # otherwise timm has made a new one
         # Not a submodule: the head copies it, the backbone ends at the features.
         object.__setattr__(model, "classifier_weights", classifier.state_dict())
     return model

@@ -13,6 +13,7 @@ import typer
 import config as flags
 from utils import BadOption, Halt, say
 
+IGNORED = ("similarity_type", "aggregation_type")
 METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", bool: None}
 
 
@@ -40,6 +41,9 @@ def train(context: typer.Context, **values: Any) -> None:
     """
     if context.invoked_subcommand is not None:
         return
+    for name in IGNORED:
+        if values.pop(name) is not None:
+            say(f"--{name}: ignored; older command lines have it, no layer uses it")
     given = {name: flags.parse(name, value) for name, value in values.items() if value is not None}
     actions = {f.name: given.pop(f.name) for f in dataclasses.fields(flags.Action) if f.name in given}
     from experiments.run import run  # late: torch takes its time, and --help should not
@@ -88,7 +92,26 @@ def probe(
     run_probe(K, checkpoint, pretrained, mode, output_dir, {k: v for k, v in given.items() if v is not None})
 
 
-COMMANDS = (list_, probe)
+def explain(
+    what: Annotated[str, typer.Option(help="tokens: the patches that chosen patches read, at each depth and head")] = "tokens",
+    checkpoint: Annotated[str | None, typer.Option(help="RUN to look at", metavar="TEXT")] = None,
+    image: Annotated[str, typer.Option(help="INDEX in the test split, or FILE")] = "0",
+    queries: Annotated[str | None, typer.Option(help="patches that read: 'row,column;row,column' (default: 3)", metavar="TEXT")] = None,
+    K: Annotated[str | None, typer.Option("--K", help="patches shown (default: all selected; 9 of a layer that reads all)")] = None,
+    head: Annotated[str | None, typer.Option(help="attention heads drawn: '0,2' (default: the first 6)", metavar="TEXT")] = None,
+    output_dir: Annotated[str | None, typer.Option("--output_dir", help="where explain-* files go (default: the run)")] = None,
+    data_path: Annotated[str | None, typer.Option("--data_path", help=flags.FIELDS["data_path"].metadata["help"])] = None,
+    device: Annotated[str | None, typer.Option(help="where to compute (default: as the run)", metavar="TEXT")] = None,
+    plugin: Plugin = None,
+) -> None:
+    """See what a run's layers read: a picture of one image, and a table of how local they are and how alike."""
+    from experiments.explain import explain as show
+
+    given = dict(image=image, queries=queries, K=K, head=head, output_dir=output_dir, data_path=data_path, device=device, plugin=plugin)
+    show({"what": what, "checkpoint": checkpoint, **given})
+
+
+COMMANDS = (list_, probe, explain)
 OPTIONS = {*flags.FIELDS, *(name for command in COMMANDS for name in inspect.signature(command).parameters)}
 
 
@@ -102,6 +125,8 @@ def build_app() -> typer.Typer:
         *(option(f, both_ways=True) for f in dataclasses.fields(flags.Config)),
         *(option(f, both_ways=False) for f in dataclasses.fields(flags.Action)),
     ]
+    hidden = Annotated[str | None, typer.Option(hidden=True)]
+    parameters += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hidden) for name in IGNORED]
     train.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     train.__annotations__ = {p.name: p.annotation for p in parameters}
     app.callback(invoke_without_command=True)(train)

@@ -162,6 +162,7 @@ class State:
         self.optimizer = make_optimizer(config, model)
         self.schedule = Schedule(config, self.optimizer, math.ceil(batches_per_epoch / config.accumulate))
         self.ema = copy.deepcopy(model).requires_grad_(False) if config.ema_decay else None
+        self.average = Average(self.ema, model) if self.ema is not None else None
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.use_amp and amp_dtype(device) is torch.float16)
         if config.use_compiled:
             model.backbone.compile(mode=config.compile_mode)
@@ -174,7 +175,8 @@ class State:
     def update(self, group: list[Batch]) -> None:
         """One optimizer step on a group of batches."""
         config, place = self.config, self.place
-        self.model.train()
+        if not self.model.training:
+            self.model.train()
         self.schedule.before_update(place.updates)
         rows = sum(len(batch) for batch in group)
         loss_of_group = 0.0
@@ -191,8 +193,8 @@ class State:
                 loss_of_group += value * len(batch) / rows
         self._step(loss_of_group)
         place.updates, place.rows, place.loss_rows = place.updates + 1, place.rows + rows, place.loss_rows + rows
-        if self.ema is not None:
-            average(self.ema, self.model, min(config.ema_decay, (1 + place.updates) / (10 + place.updates)))
+        if self.average is not None:
+            self.average.update(min(config.ema_decay, (1 + place.updates) / (10 + place.updates)))  # early on, little to average
 
     def _step(self, loss: float) -> None:
         self.scaler.unscale_(self.optimizer)
@@ -272,10 +274,11 @@ def make_optimizer(config: Config, model: Classifier) -> torch.optim.Optimizer:
         {"params": parameters, "name": part, "peak_lr": rates.get(part, config.lr), "weight_decay": config.weight_decay if decays else 0.0}
         for (part, decays), parameters in groups.items()
     ]
+    fused = next(model.parameters()).device.type in ("cpu", "cuda")  # one call for all tensors: small models live on it
     if config.optimizer == "sgd":
-        return torch.optim.SGD(listed, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0)
+        return torch.optim.SGD(listed, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0, fused=fused)
     kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
-    return kind(listed, lr=config.lr)
+    return kind(listed, lr=config.lr, fused=fused)
 
 
 class Schedule:
@@ -323,12 +326,18 @@ class Schedule:
         self.plateau.update(state)
 
 
-@torch.no_grad()
-def average(ema: nn.Module, model: nn.Module, decay: float) -> None:
-    """Moves the average towards the weights; buffers (BatchNorm's statistics) are taken as they are."""
-    torch._foreach_lerp_(list(ema.parameters()), list(model.parameters()), 1 - decay)
-    for old, new in zip(ema.buffers(), model.buffers(), strict=True):
-        old.copy_(new)
+class Average:
+    """Moves an average of the weights after them; buffers (BatchNorm's statistics) are taken as they are."""
+
+    def __init__(self, ema: nn.Module, model: nn.Module) -> None:
+        self.old, self.new = list(ema.parameters()), list(model.parameters())
+        self.buffers = list(zip(ema.buffers(), model.buffers(), strict=True))
+
+    @torch.no_grad()
+    def update(self, decay: float) -> None:
+        torch._foreach_lerp_(self.old, self.new, 1 - decay)
+        for old, new in self.buffers:
+            old.copy_(new)
 
 
 def amp_dtype(device: torch.device) -> torch.dtype:

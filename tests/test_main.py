@@ -14,7 +14,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from layers import LAYERS
 from main import main
+from utils import options_of
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--num_layers", "1", "--num_heads", "1", "--d_hidden", "6", "--d_mlp", "7", "--num_epochs", "1", "--batch_size", "32"]
@@ -177,6 +179,42 @@ def test_plugin_with_a_mistake(here: Path, capsys: pytest.CaptureFixture[str]) -
 def test_unused_layer_flags_are_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*FAKE, "--K", "3", "--magnitude_type", "cosine", "--output_dir", "run"]) == 0
     assert "unused by Attention: --K, --magnitude_type" in capsys.readouterr().err.splitlines()
+
+
+@pytest.mark.parametrize("layer", list(LAYERS))
+def test_every_layer_trains(layer: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With no option of its own, and with the flags of all layers at once, as a sweep over --layer has them."""
+    fake = [*FAKE, "--patch_size", "2"]  # 17 tokens
+    assert main([*fake, "--layer", layer, "--output_dir", "plain"]) == 0
+    sweep = ["--K", "3", "--sampling_type", "spatial", "--num_samples", "3", "--branch_ratio", "0.5", "--kernel_size", "3"]
+    sweep += ["--sparse_mode", "strided", "--sparse_context_window", "2", "--convolution_type", "standard", "--no-softmax_topk_val"]
+    assert main([*fake, "--layer", layer, *sweep, "--similarity_type", "Loc", "--aggregation_type", "Col", "--output_dir", "sweep"]) == 0
+    said = capsys.readouterr().err
+    assert "--similarity_type: ignored" in said
+    assert "--aggregation_type: ignored" in said
+    unused = next((line for line in said.splitlines() if line.startswith("unused by")), "")
+    known = options_of(LAYERS[layer])
+    for name in ("K", "sampling_type", "branch_ratio", "sparse_mode"):
+        assert (f"--{name}" in re.findall(r"--\w+", unused)) == (name not in known)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("ConvNNAttention --K 18", r"K must be at most the number of .*17.*, got 18"),
+        ("KvtAttention --K 0", "--K must be at least 1, got 0"),
+        ("ConvNNAttention(K=0)", "K must be .*1, got 0"),
+        ("ConvNNAttention --magnitude_type dot", "--magnitude_type must be one of matmul, cosine, euclidean.*, got 'dot'"),
+        ("ConvNNAttention --sampling_type spatial", "num_samples must be at least 1 with sampling_type spatial, got -1"),
+        ("NeighborhoodAttention(dilation=2,K=9)", r"dilation times K \(9\) must be at most the number of tokens \(16\), got 2"),
+        ("LocalAttention(window=0)", "window must be .*1, got 0"),
+        ("NeighborhoodAttention(window_dims=2,K=5)", r"K must .*4.*, got 5"),
+        ("BranchConv --kernel_size 4", "kernel_size must be .*odd.*, got 4"),
+        ("KvtAttention(k=3)", "KvtAttention has no option 'k'"),
+    ],
+)
+def test_bad_layer_options(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert re.search(line, refused(["--layer", *words.split()], capsys))
 
 
 def test_published_command_line_reads(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from config import read_yaml, resolve
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
@@ -39,6 +43,12 @@ def test_blocks(tmp_path: Path) -> None:
     for block in blocks("bash"):
         for command in commands(block):
             run(command, tmp_path)
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
+def test_recipes_read(recipe: Path) -> None:
+    config = resolve(read_yaml(str(recipe)), shape=(3, 32, 32))
+    assert (config.num_layers, config.d_hidden) == (12, 192)
 
 
 def test_default_run(tmp_path: Path) -> None:

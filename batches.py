@@ -92,10 +92,13 @@ class Batches:
         order = self.order(epoch)
         parts = [order[a:b] for a, b in self.bounds()[start:]]
         streamed = iter(self._stream(epoch, parts)) if self.files else None
-        for rows in parts:
-            index = torch.from_numpy(rows).to(self.device)
-            x = _arrived(next(streamed)).to(self.device, non_blocking=True) if streamed else self._gather(rows, index, epoch)
-            yield Batch(self._finish(x, rows, epoch), self.target[index], index)
+        try:
+            for rows in parts:
+                index = torch.from_numpy(rows).to(self.device)
+                x = _arrived(next(streamed)).to(self.device, non_blocking=True) if streamed else self._gather(rows, index, epoch)
+                yield Batch(self._finish(x, rows, epoch), self.target[index], index)
+        finally:
+            streamed = None  # stops the workers now; after an error they would wait for the garbage collector, 5 s each
 
     # ------------------------------------------------ in memory
 

@@ -330,7 +330,8 @@ class Average:
     """Moves an average of the weights after them; buffers (BatchNorm's statistics) are taken as they are."""
 
     def __init__(self, ema: nn.Module, model: nn.Module) -> None:
-        self.old, self.new = list(ema.parameters()), list(model.parameters())
+        self.old: list[Tensor] = list(ema.parameters())
+        self.new: list[Tensor] = list(model.parameters())
         self.buffers = list(zip(ema.buffers(), model.buffers(), strict=True))
 
     @torch.no_grad()

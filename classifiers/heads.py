@@ -15,7 +15,7 @@ class Head(nn.Module):
 
     `loss(features, target, index)` gives named terms, whose sum is minimized. target: class numbers (B,) or soft targets (B, C).
     index: row numbers in the training split, (B,) or (B, 2) for mixed rows; a head that looks at neighbors excludes them.
-    `forward(features)` gives log-probabilities. `refresh(bank)` is called when the training embeddings are new.
+    `forward(features)` gives log-probabilities. `refresh(bank)` hands the training embeddings to a head that looks at neighbors.
     """
 
     def loss(self, features: Tensor, target: Tensor, index: Tensor) -> dict[str, Tensor]:

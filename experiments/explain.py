@@ -1,4 +1,4 @@
-"""Pictures and tables of what a finished run does: `python main.py explain --what KIND`. Here: what its layers read."""
+"""Pictures and tables of what a rebuilt run does: `python main.py explain --what KIND`. Here: what its layers read."""
 
 from __future__ import annotations
 
@@ -20,25 +20,15 @@ import config as flags
 import dataset
 from config import Config
 from experiments import pictures, run
+from experiments.folder import check_writable
+from experiments.run import Rebuilt
 from experiments.selection import Depth, Grid, Locality, choose_queries, depth_of
 from layers import TokenMixer
 from layers.reading import Note, noted
-from train_eval import Classifier
 from utils import BadOption, Registry, say
 
 TABLE_IMAGES = 64  # the table is a mean over so many test images
 MOST_HEADS, MOST_DEPTHS = 6, 6  # in a picture
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A run that was read back: everything that its own evaluation had."""
-
-    model: Classifier
-    data: dataset.Data
-    config: Config
-    device: torch.device
-    folder: Path
 
 
 @dataclass(frozen=True)
@@ -50,72 +40,68 @@ class Picked:
     title: str
 
 
+KINDS: Registry[Callable[[dict[str, Any]], None]] = Registry("what", "explanation")
+
+
 def explain(options: Mapping[str, Any]) -> None:
-    """What `python main.py explain` does. `options` holds the flags that were given, as text."""
-    named = {name: value for name, value in options.items() if value is not None}
-    for required in ("checkpoint", "image"):
-        if required not in named:
-            raise BadOption(f"--{required}", {"checkpoint": "must name a run", "image": "must be a row of the test split or an image file"}[required])
-    KINDS[named.pop("what", "tokens")](named)
-
-
-KINDS: Registry[Callable[[dict[str, Any]], None]] = Registry("--what", "explanation")
+    """What `python main.py explain` does. `options` are the flags as they were typed; None was not given."""
+    given = {name: value for name, value in options.items() if value is not None}
+    kind = KINDS[given.pop("what")]
+    if "checkpoint" not in given:
+        raise BadOption("checkpoint", "must name the run to explain")
+    kind(given)
 
 
 # ---------------------------------------------------------------- the run and the image
 
 
-def read_run(options: Mapping[str, Any]) -> Finished:
-    """Rebuilds a run's model from its checkpoint, with the run's own data set."""
+def read_run(options: Mapping[str, Any]) -> tuple[Rebuilt, Path]:
+    """The run that was asked for, in eval(), and where its pictures go."""
     given = {k: v for k, v in options.items() if k in ("device", "data_path", "plugin")}
     flags.check(given, Config)
     source = checkpoint.find(options["checkpoint"])
-    tensors, facts = checkpoint.load(source, "model", "ema")
-    if len(facts["shape"]) != 3:
-        raise BadOption("--checkpoint", "must be a model of images: rows of a table have no tokens", options["checkpoint"])
-    config = run.merge(facts["config"], given, flags.FREE_IN_TEST, "checkpoint")
-    run.load_plugin(config.plugin)
-    folder = source.parent.parent if source.parent.name == "checkpoints" else source
-    folder = Path(options.get("output_dir", folder))
-    run.check_writable(folder)
-    device = run.choose_device(config.device)
-    data = run.load_data(dataclasses.asdict(config), facts["fitted"])
-    run.check_same(data, facts)
-    model = run.build(config, data, device, rebuild=True)
-    model.load_state_dict(tensors.get("ema", tensors["model"]))
-    return Finished(model.eval(), data, config, device, folder)
+    folder = Path(options.get("output_dir") or (source.parent.parent if source.parent.name == "checkpoints" else source))
+    check_writable(folder)
+    if len(checkpoint.load(source, "none")[1]["shape"]) != 3:
+        raise BadOption("checkpoint", "must be a model of images: the rows of a table have no tokens", options["checkpoint"])
+    rebuilt = run.rebuild(options["checkpoint"], given)
+    rebuilt.model.eval()
+    return rebuilt, folder
 
 
-def test_row(finished: Finished, row: int) -> Tensor:
+def row_of_test(rebuilt: Rebuilt, row: int) -> Tensor:
     """One row of the test split, (1, C, H, W), as the run's evaluation sees it."""
     # Batches of one: noise depends on a row's number, so the row must keep its own.
-    batches = run.batches(dataclasses.replace(finished.config, batch_size=1, workers=0), finished.data, "test", finished.device)
+    single = dataclasses.replace(rebuilt.config, batch_size=1, workers=0)
+    batches = run.batches(single, rebuilt.data, "test", rebuilt.device)
     assert batches is not None
     return next(batches.epoch(0, start=row)).x
 
 
-def pick_image(finished: Finished, text: str) -> Picked:
+def pick_image(rebuilt: Rebuilt, text: str) -> Picked:
     """INDEX, a row of the test split, or FILE, an image file of one's own."""
-    rows = len(finished.data.test)
+    rows = len(rebuilt.data.test)
     if re.fullmatch(r"-?\d+", text):
         if not 0 <= int(text) < rows:
-            raise BadOption("--image", f"must be a row of the test split (0 to {rows - 1}) or an image file", text)
+            raise BadOption("image", f"must be a row of the test split (0 to {rows - 1}) or an image file", text)
         row = int(text)
-        x, label = test_row(finished, row), finished.data.classes[finished.data.test.y[row]]
-        return Picked(x, text, f"row {text} of the test split of {finished.data.name}, class {label}, {_prediction(finished, x)}")
+        x, label = row_of_test(rebuilt, row), rebuilt.data.classes[rebuilt.data.test.y[row]]
+        name = rebuilt.data.name if len(rebuilt.data.name) <= 45 else f"...{rebuilt.data.name[-42:]}"
+        return Picked(x, str(row), f"row {row} of the test split of {name}, class {label}, {_prediction(rebuilt, x)}")
     if not Path(text).is_file():
-        raise BadOption("--image", f"must be a row of the test split (0 to {rows - 1}) or an image file that exists", text)
-    own = dataset.Split(_read_file(finished.data, text), np.zeros(1, np.int64))
+        raise BadOption("image", f"must be a row of the test split (0 to {rows - 1}) or an image file that exists", text)
+    own = dataset.Split(_read_file(rebuilt.data, text), np.zeros(1, np.int64))
     try:
-        x = test_row(dataclasses.replace(finished, data=dataclasses.replace(finished.data, test=own)), 0)
+        x = row_of_test(rebuilt._replace(data=dataclasses.replace(rebuilt.data, test=own)), 0)
     except BadOption as error:
-        raise BadOption("--image", error.rule.replace("has an image that can't be read", "must be an image file that can be read"), text) from None
+        rule = error.rule.replace("has an image that can't be read", "must be an image file that can be read")
+        raise BadOption("image", rule, text) from None
     stem = re.sub(r"[^0-9A-Za-z._-]+", "_", Path(text).stem)
-    return Picked(x, stem, f"{Path(text).name}, {_prediction(finished, x)}")
+    return Picked(x, stem, f"{Path(text).name}, {_prediction(rebuilt, x)}")
 
 
 def _read_file(data: dataset.Data, path: str) -> np.ndarray:
-    """A split of one image: the path, where the run reads image files; else pixels, cropped and resized to the shape of the run's images."""
+    """A split of one image: its path where the run reads image files; else pixels, cropped and resized to the shape of the run's."""
     if data.kind == "files":
         return np.array([path])
     from PIL import Image, ImageOps
@@ -123,48 +109,52 @@ def _read_file(data: dataset.Data, path: str) -> np.ndarray:
     channels, height, width = data.shape
     modes = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
     if channels not in modes:
-        raise BadOption("--image", f"must be a row of the test split: no image file has {channels} channels", path)
+        raise BadOption("image", f"must be a row of the test split: no image file has {channels} channels", path)
     try:
         with Image.open(path) as file:
             image = ImageOps.fit(file.convert(modes[channels]), (width, height), Image.Resampling.BILINEAR)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # what Pillow raises for a damaged file
-        raise BadOption("--image", f"must be an image file that can be read ({type(error).__name__})", path) from None
+        raise BadOption("image", f"must be an image file that can be read ({type(error).__name__})", path) from None
     return np.asarray(image).reshape(1, height, width, channels).transpose(0, 3, 1, 2).copy()  # (1, C, H, W)
 
 
 @torch.no_grad()
-def _prediction(finished: Finished, x: Tensor) -> str:
-    probability = finished.model(x).float().softmax(-1)[0]
-    return f"predicted {finished.data.classes[int(probability.argmax())]} ({float(probability.max()):.0%})"
+def _prediction(rebuilt: Rebuilt, x: Tensor) -> str:
+    probability = rebuilt.model(x).float().softmax(-1)[0]
+    return f"predicted {rebuilt.data.classes[int(probability.argmax())]} ({float(probability.max()):.0%})"
 
 
 # ---------------------------------------------------------------- what the layers read
 
 
-def expose_attention(finished: Finished, named: str) -> None:
+def expose_attention(rebuilt: Rebuilt, named: str) -> None:
     """Every attention of the model as one of our layers: timm's own are swapped for the same in place, weights and all."""
     from models.swap import find_attention, swap_attention
 
-    backbone = finished.model.backbone
+    backbone = rebuilt.model.backbone
     found = find_attention(backbone)
     if not found:
-        raise BadOption("--checkpoint", f"must be a model with attention between tokens, and {finished.config.model} has none", named)
+        raise BadOption("checkpoint", f"must be a model with attention between tokens, and {rebuilt.config.model} has none", named)
     foreign = [i for i, module in enumerate(found.values()) if not isinstance(module, TokenMixer)]
     if foreign:
         try:
             swap_attention(backbone, "Attention", blocks=foreign)
         except BadOption as error:
-            raise BadOption("--checkpoint", f"must be a model whose attention can be seen: {error.rule}", named) from None
-        say(f"{finished.config.model}: its attention is seen through the layer Attention, with the same weights")
+            raise BadOption("checkpoint", f"must be a model whose attention can be seen: {error.rule}", named) from None
+        say(f"{rebuilt.config.model}: its attention is seen through the layer Attention, with the same weights")
 
 
 def token_grid(backbone: nn.Module) -> Grid | None:
     """Where the model says that its tokens are."""
     from models.swap import find_attention, token_context
 
-    own = {name: getattr(backbone, name, None) for name in ("grid", "num_prefix_tokens")}
-    context = own if own["grid"] else next((c for path in find_attention(backbone) if (c := token_context(backbone, path))), None)
-    return Grid(*context["grid"], context["num_prefix_tokens"] or 0) if context else None
+    told: list[dict[str, Any]] = [{name: getattr(backbone, name, None) for name in ("grid", "num_prefix_tokens")}]
+    told += [token_context(backbone, path) for path in find_attention(backbone)]
+    for context in told:
+        if context.get("grid"):
+            height, width = context["grid"]
+            return Grid(height, width, context["num_prefix_tokens"] or 0)
+    return None
 
 
 @torch.no_grad()
@@ -179,14 +169,14 @@ def look(model: nn.Module, x: Tensor) -> list[tuple[Any, Tensor, Tensor]]:
     return [(layer, q, k) for layer, (q, k, *_), _ in notes]
 
 
-def depths_of(finished: Finished, grid: Grid, x: Tensor, K: int | None) -> list[Depth]:
+def depths_of(rebuilt: Rebuilt, grid: Grid, x: Tensor, K: int | None) -> list[Depth]:
     """What each depth read of one image."""
-    seen = look(finished.model, x)
+    seen = look(rebuilt.model, x)
     fits = bool(seen) and all(q.shape == k.shape and (len(q), q.shape[2]) == (1, grid.tokens) for _, q, k in seen)
     if not fits:
         counts = ", ".join(dict.fromkeys(str(q.shape[2]) for _, q, _ in seen)) or "none: no layer called its mix"
         rule = f"must be a model whose layers all see the patches of one grid, {grid.height} x {grid.width} (tokens seen: {counts})"
-        raise BadOption("--checkpoint", rule, str(finished.folder))
+        raise BadOption("checkpoint", rule, rebuilt.config.model)
     return [depth_of(layer, layer.reads(q, k), grid, K) for layer, q, k in seen]
 
 
@@ -198,31 +188,34 @@ def tokens(options: dict[str, Any]) -> None:
     """What the layers read: chosen query patches and the patches that they selected, by depth and head."""
     K = flags.parse("K", options["K"]) if "K" in options else None
     flags.check({"K": K}, Config)
-    finished = read_run(options)
-    expose_attention(finished, options["checkpoint"])
-    grid = token_grid(finished.model.backbone)
+    rebuilt, folder = read_run(options)
+    expose_attention(rebuilt, options["checkpoint"])
+    grid = token_grid(rebuilt.model.backbone)
     if grid is None:
-        raise BadOption("--checkpoint", "must be a model that tells its grid of patches", options["checkpoint"])
-    picked = pick_image(finished, options["image"])
-    pixels = _pixels(finished.data, picked.x)
+        raise BadOption("checkpoint", "must be a model that tells its grid of patches", options["checkpoint"])
+    picked = pick_image(rebuilt, options["image"])
+    pixels = _pixels(rebuilt.data, picked.x)
     queries = parse_queries(options["queries"], grid) if "queries" in options else choose_queries(pixels, grid)
-    depths = depths_of(finished, grid, picked.x, K)
+    depths = depths_of(rebuilt, grid, picked.x, K)
     heads = parse_heads(options["head"], depths) if "head" in options else list(range(min(d.heads for d in depths)))[:MOST_HEADS]
     columns = [round(c) for c in np.linspace(0, len(depths) - 1, min(len(depths), MOST_DEPTHS))]
 
     here = Locality(grid)
     here.add(depths)
-    rows = [round(r) for r in np.linspace(0, len(finished.data.test) - 1, min(len(finished.data.test), TABLE_IMAGES))]
+    rows = [round(r) for r in np.linspace(0, len(rebuilt.data.test) - 1, min(len(rebuilt.data.test), TABLE_IMAGES))]
     over = Locality(grid)
     for row in rows:
-        over.add(depths_of(finished, grid, test_row(finished, row), K))
+        over.add(depths_of(rebuilt, grid, row_of_test(rebuilt, row), K))
 
-    finished.folder.mkdir(parents=True, exist_ok=True)
-    path = finished.folder / f"explain-tokens-{picked.name}.png"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadOption("output_dir", f"must be a directory that can be written ({error.strerror})", str(folder)) from None
+    path = folder / f"explain-tokens-{picked.name}.png"
     pictures.draw_tokens(path, pixels=pixels, title=picked.title, grid=grid, depths=depths, columns=columns, queries=queries, heads=heads)
     text = _table(picked, depths, here, over, columns, heads)
     path.with_suffix(".txt").write_text(text + "\n")
-    checkpoint.write_json(path.with_suffix(".json"), _record(picked, grid, depths, queries, here, over, finished.config))
+    checkpoint.write_json(path.with_suffix(".json"), _record(picked, grid, depths, queries, here, over, rebuilt.config))
     print(f"{text}\n\nwritten to {path}, and beside it as .txt and .json")
 
 
@@ -240,14 +233,14 @@ def parse_queries(text: str, grid: Grid) -> list[tuple[int, int]]:
     queries = list(dict.fromkeys((int(r), int(c)) for r, c in places))
     if not well_formed or any(r >= grid.height or c >= grid.width for r, c in queries):
         rule = f"must be patches 'row,column;row,column', rows 0 to {grid.height - 1} and columns 0 to {grid.width - 1}"
-        raise BadOption("--queries", rule, text)
+        raise BadOption("queries", rule, text)
     return queries
 
 
 def parse_heads(text: str, depths: list[Depth]) -> list[int]:
     most = min(d.heads for d in depths)
     if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text) or any(int(h) >= most for h in text.split(",")):
-        raise BadOption("--head", f"must be heads by number, 0 to {most - 1}, with commas between", text)
+        raise BadOption("head", f"must be heads by number, 0 to {most - 1}, with commas between", text)
     return list(dict.fromkeys(int(h) for h in text.split(",")))
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import checkpoint as checkpoints
 from batches import Batches
 from config import Config
+from experiments.folder import check_writable
 from experiments.run import (
     Rebuilt,
     batches,
     build,
-    check_writable,
     choose_device,
     complete,
     load_data,

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
 import os
 import re
 import shlex
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,11 +22,10 @@ from batches import Batches
 from classifiers import HEADS
 from config import Config
 from experiments import reporting
+from experiments.folder import RESULTS, check_output, check_writable, open_folder
 from models import cost
 from train_eval import Classifier, Diverged, Stopped, evaluate, train
 from utils import TRACKERS, BadOption, Log, check_options, check_tracker, git_state, options_of, say, seed_everything, versions
-
-RESULTS = "results.json"
 
 
 def run(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
@@ -377,42 +374,3 @@ def _frames(error: BaseException) -> list[Any]:
         frames.append(frame)
         frame = frame.tb_next
     return frames[::-1]
-
-
-# ---------------------------------------------------------------- the run directory
-
-
-def check_output(folder: Path, overwrite: bool) -> None:
-    check_writable(folder)
-    if not overwrite and (folder / RESULTS).exists():
-        raise BadOption("output_dir", "holds a finished run (--overwrite replaces it)", str(folder))
-    if not overwrite and (folder / "checkpoints").exists():
-        raise BadOption("output_dir", "holds a run that did not finish (--resume continues it, --overwrite replaces it)", str(folder))
-
-
-def check_writable(folder: Path) -> None:
-    """Without writing: the nearest folder that exists must take new entries."""
-    there = next(p for p in (folder, *folder.resolve().parents) if p.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise BadOption("output_dir", f"must be a directory that can be written ({there} can't)", str(folder))
-
-
-def open_folder(config: Config, overwrite: bool) -> Path:
-    if config.output_dir:
-        folder = Path(config.output_dir)
-    else:
-        words = f"{time.strftime('%Y%m%d-%H%M%S')}-{config.dataset}-{config.layer}"
-        base = Path("runs") / re.sub(r"[^0-9A-Za-z.=,-]+", "_", words).strip("_")[:100]
-        folder = next(f for n in range(1, 10_000) if not (f := base if n == 1 else Path(f"{base}-{n}")).exists())
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadOption("output_dir", f"must be a directory that can be written ({error.strerror})", str(folder)) from None
-    if overwrite:  # what an earlier run left must not be taken for this one's
-        for stale in [folder / RESULTS, folder / "metrics.jsonl", *(folder / "checkpoints").glob("*/*")]:
-            stale.unlink(missing_ok=True)
-    return folder
-
-
-def read_results(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / RESULTS).read_text())

@@ -50,11 +50,17 @@ class Depth:
     index: Tensor  # (H, P, K) patches of the largest weights, best first
     kept: Tensor  # (H, P, K) False where a patch reads fewer
     cut: bool  # are there patches that are read and not among the K?
-    note: str = ""
+    channels: tuple[int, int]  # a head: how many select neighbors, of how many. In a branch the others mix in another way
 
     @property
     def heads(self) -> int:
         return len(self.share)
+
+    @property
+    def note(self) -> str:
+        near, width = self.channels
+        others = f"the other {width - near} mix in their own way"
+        return "" if near == width else f"{self.name}: {near} of {width} channels a head select neighbors and are shown; {others}"
 
     @property
     def K(self) -> int:
@@ -68,11 +74,8 @@ def depth_of(layer: Any, weight: Tensor, grid: Grid, K: int | None = None) -> De
     most = max(1, int((share > 0).sum(-1).max()))
     shown = min(K or (SHOWN if most == grid.patches else most), most)
     ordered, index = share.sort(dim=-1, descending=True, stable=True)
-    width, near = layer.head_dim, getattr(layer, "near_dim", layer.head_dim)
-    name = type(layer).__name__
-    # A branch: some channels select neighbors, the others mix in another way, which is not a selection.
-    note = f"{name}: {near} of {width} channels a head select neighbors and are shown; the other {width - near} mix in their own way"
-    return Depth(name, share, index[..., :shown], ordered[..., :shown] > 0, shown < most, note if 0 < near < width else "")
+    channels = getattr(layer, "near_dim", layer.head_dim) or layer.head_dim, layer.head_dim
+    return Depth(type(layer).__name__, share, index[..., :shown], ordered[..., :shown] > 0, shown < most, channels)
 
 
 def overlap(a: Depth, b: Depth) -> Tensor:

@@ -35,7 +35,7 @@ def noted(module: nn.Module, method: str, notes: list[Note]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def reads(layer: nn.Module, q: Tensor, k: Tensor) -> Tensor:
+def reads(layer: Any, q: Tensor, k: Tensor) -> Tensor:
     """How much each token (row) reads of each other (column): (B, H, N, N). Zero means: not at all.
 
     A layer whose `mix` calls its own `neighbors(q, k) -> index, weight` is taken at its word: those weights, before a
@@ -46,7 +46,7 @@ def reads(layer: nn.Module, q: Tensor, k: Tensor) -> Tensor:
         with noted(layer, "neighbors", notes):
             layer.mix(q, k, torch.zeros_like(k))
         if notes:
-            return sum((_dense(*result, q.shape[2]) for _, _, result in notes), torch.zeros(()))
+            return torch.stack([_dense(index, weight, q.shape[2]) for _, _, (index, weight) in notes]).sum(0)
     return by_asking(layer.mix, q, k)
 
 

@@ -63,7 +63,7 @@ def trained(here: Path, capsys: pytest.CaptureFixture[str]) -> Path:
         ("--lr abc", "--lr must be a number, got 'abc'"),
         ("--lr nan", "--lr must be a number, got nan"),
         ("--num_epochs 1.5", "--num_epochs must be a whole number, got '1.5'"),
-        ("--laer Attention", "No such option: --laer"),
+        ("--laer Attention", r"No such option:? '?--laer"),
         ("--optimizer adamm", r"--optimizer must be one of adam, sgd, adamw \(did you mean 'adam'\?\), got 'adamm'"),
         ("--head linaer", r"--head must be one of .*\(did you mean 'linear'\?\), got 'linaer'"),
         ("--model vitt", r"--model must be one of .*\(did you mean 'vit'\?\), got 'vitt'"),

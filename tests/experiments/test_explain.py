@@ -1,0 +1,316 @@
+"""`main.py explain`: distances and overlaps by hand, the command as a user types it, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import models
+from experiments import explain as module
+from experiments.selection import Depth, Grid, Locality, choose_queries, depth_of, overlap, overlap_by_chance
+from layers import TokenMixer
+from main import main
+
+SMALL = ["--num_layers", "2", "--num_heads", "3", "--d_hidden", "15", "--d_mlp", "7", "--num_epochs", "1", "--batch_size", "16"]
+FAKE = ["--dataset", "fake(train=40, test=11, size=8, classes=3)", "--patch_size", "2", *SMALL]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def explained(words: list[str], run: Path | str = "run", name: str = "0", folder: Path | None = None) -> dict[str, Any]:
+    """The record of a successful command; its picture is a whole PNG."""
+    assert main(["explain", "--checkpoint", str(run), *words]) == 0
+    path = (folder or Path(run)) / f"explain-tokens-{name}.png"
+    with Image.open(path) as picture:
+        picture.load()
+        assert picture.format == "PNG"
+        assert min(picture.size) > 300
+    assert "(at random: " in path.with_suffix(".txt").read_text()
+    return json.loads(path.with_suffix(".json").read_text())
+
+
+# ---------------------------------------------------------------- by hand
+
+
+class Layer:
+    """Stands for a layer of heads 7 wide."""
+
+    head_dim = 7
+
+
+def depth(rows: Any, grid: Grid, K: int | None = None) -> Depth:
+    """One head with these weights."""
+    return depth_of(Layer(), torch.tensor(rows)[None, None], grid, K)
+
+
+def locality(grid: Grid, *depths: Depth) -> Locality:
+    found = Locality(grid)
+    found.add(list(depths))
+    return found
+
+
+def test_distances_by_hand() -> None:
+    """2 x 2 patches after a class token. Patch 0 reads 1 and 3 and the class token, the others read themselves."""
+    rows = [
+        [1.0, 0, 0, 0, 0],
+        [0.5, 0, 0.3, 0, 0.2],
+        [0, 0, 1, 0, 0],
+        [0, 0, 0, 1, 0],
+        [0, 0, 0, 0, 1],
+    ]
+    grid = Grid(2, 2, 1)
+    d = depth(rows, grid)
+    assert (d.K, d.cut, d.heads) == (2, False, 1)
+    assert d.index[0, 0].tolist() == [1, 3]
+    assert d.kept.sum() == 5
+    found = locality(grid, d)
+    assert found.distance(0) == pytest.approx((1 + math.sqrt(2)) / 5)
+    assert found.weighted(0) == pytest.approx((0.3 + 0.2 * math.sqrt(2)) / 3.5)
+    assert grid.mean_distance == pytest.approx((8 * 1 + 4 * math.sqrt(2)) / 16)
+
+
+def test_agreement_by_hand() -> None:
+    """A row of 4 patches: the same selection, none in common, and one of three."""
+    grid = Grid(1, 4)
+    a = depth([[0.6, 0.4, 0, 0]] * 4, grid)
+    b = depth([[0, 0, 0.9, 0.1]] * 4, grid)
+    c = depth([[0, 0.2, 0.8, 0]] * 4, grid)
+    assert overlap(a, a).tolist() == [1] * 4
+    assert overlap(a, b).tolist() == [0] * 4
+    assert overlap(b, c).tolist() == [pytest.approx(1 / 3)] * 4
+    found = locality(grid, a, a, b, c)
+    assert [round(found.agreement(i), 6) for i in (1, 2, 3)] == [1, 0, round(1 / 3, 6)]
+    assert found.chance(1) == pytest.approx((4 * 1 / 3 + 1 * 1) / 6)  # of the 6 pairs, 4 share one patch with {0, 1}, and 1 both
+
+
+def test_agreement_is_over_the_mean_of_the_heads_and_the_smaller_count() -> None:
+    grid = Grid(1, 5)
+    weight = torch.zeros(1, 2, 5, 5)
+    weight[0, 0, :, 0], weight[0, 1, :, 0], weight[0, 1, :, 3] = 1, 0.1, 0.9  # mean: patch 0 most, then 3
+    two = depth_of(Layer(), weight, grid)
+    one = depth([[1.0, 0, 0, 0, 0]] * 5, grid)
+    assert (two.K, one.K) == (2, 1)
+    assert overlap(two, one).tolist() == [1] * 5
+
+
+def test_chance_against_draws() -> None:
+    rng = np.random.default_rng(0)
+    draws = [(set(rng.permutation(13)[:5]), set(rng.permutation(13)[:5])) for _ in range(4000)]
+    assert overlap_by_chance(5, 13) == pytest.approx(np.mean([len(a & b) / len(a | b) for a, b in draws]), abs=0.01)
+    assert overlap_by_chance(13, 13) == 1
+
+
+def test_a_layer_that_reads_everything_is_cut() -> None:
+    grid = Grid(3, 5)
+    dense = depth((torch.rand(15, 15, generator=torch.Generator().manual_seed(0)) + 0.1).tolist(), grid)
+    assert (dense.K, dense.cut) == (9, True)
+    assert depth((torch.ones(15, 15)).tolist(), grid, 4).K == 4
+    assert depth((torch.ones(15, 15)).tolist(), grid, 99).K == 15
+    selecting = torch.zeros(15, 15)
+    selecting[:, :11] = 1
+    assert (depth(selecting.tolist(), grid).K, depth(selecting.tolist(), grid).cut) == (11, False)
+    assert (depth(selecting.tolist(), grid, 4).K, depth(selecting.tolist(), grid, 4).cut) == (4, True)
+
+
+def test_raw_weights_count_by_their_size() -> None:
+    d = depth([[-3.0, 1, 0]] * 3, Grid(1, 3))
+    assert d.index[0, 0].tolist() == [0, 1]
+    assert d.share[0, 0].tolist() == [0.75, 0.25, 0]
+
+
+def test_queries_are_where_something_is_and_spread_out() -> None:
+    pixels = np.zeros((12, 20, 3))
+    pixels[0, 0] = pixels[11, 19] = pixels[0, 2] = 1  # patches 0,0 and 2,4 and, near the first, 0,0 again
+    pixels[1, 4] = 0.5  # patch 0,1
+    queries = choose_queries(pixels, Grid(3, 5))
+    assert {(0, 0), (2, 4)} < set(queries)
+    assert len(set(queries)) == 3
+    assert choose_queries(np.zeros((2, 2, 3)), Grid(1, 2)) == [(0, 0), (0, 1)]
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.mark.parametrize(
+    ("layer", "shown"),
+    [("ConvNNAttention(K=5)", 5), ("Attention", 9), ("NeighborhoodAttention(K=3,window_dims=2)", 9), ("BranchConv(K=4)", 4)],
+)
+def test_the_command(layer: str, shown: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FAKE, "--layer", layer, "--output_dir", "run"]) == 0
+    capsys.readouterr()
+    record = explained(["--image", "7", "--queries", "0,0; 3,2"], name="7")
+    assert record["grid"] == [4, 4]
+    assert record["images_in_mean"] == 11
+    assert [d["shown"] for d in record["depths"]] == [shown] * 2
+    assert [d["cut"] for d in record["depths"]] == [layer == "Attention"] * 2
+    for d in record["depths"]:
+        assert [q["patch"] for q in d["queries"]] == [[0, 0], [3, 2]]
+        for head in d["queries"][0]["heads"]:
+            assert 0 < len(head) <= shown
+            assert sum(s["share"] for s in head) <= 1 + 1e-4
+            assert [s["share"] for s in head] == sorted((s["share"] for s in head), reverse=True)
+    assert 0 <= record["depths"][1]["mean"]["agreement"] <= 1
+    assert "agreement" not in record["depths"][0]["mean"]
+    text = capsys.readouterr().out
+    assert "Mean over 11 test images" in text
+    assert ("largest weights that are shown" in text) == (layer == "Attention")
+    assert ("of 5 channels a head select" in text) == layer.startswith("Branch")
+    if layer.startswith("Neighborhood"):
+        assert record["depths"][1]["mean"]["agreement"] == 1
+        corner = {tuple(s["patch"]) for s in record["depths"][0]["queries"][0]["heads"][2]}
+        assert corner == {(r, c) for r in range(3) for c in range(3)}
+
+
+def test_flags_and_a_file_of_ones_own() -> None:
+    """Grayscale runs see files in gray; hyphens and underscores both work; the run itself can stay untouched."""
+    rng = np.random.default_rng(0)
+    images: dict[str, Any] = {f"x_{part}": rng.integers(0, 256, (rows, 6, 10), np.uint8) for part, rows in (("train", 30), ("test", 5))}
+    np.savez("gray.npz", y_train=np.arange(30) % 2, y_test=np.arange(5) % 2, **images)
+    assert main(["--dataset", "npz:gray.npz", "--patch_size", "2", *SMALL, "--layer", "KvtAttention(K=3)", "--output_dir", "run"]) == 0
+    before = sorted(Path("run").iterdir())
+    Image.fromarray(rng.integers(0, 256, (50, 31, 3), np.uint8)).save("my photo.png")
+    words = ["--image", "my photo.png", "--K", "2", "--head", "2,0", "--output-dir", "out", "--data-path", "elsewhere"]
+    record = explained(words, name="my_photo", folder=Path("out"))
+    assert record["grid"] == [3, 5]
+    assert [d["shown"] for d in record["depths"]] == [2, 2]
+    assert sorted(Path("run").iterdir()) == before
+    explained(["--image", "4", "--checkpoint", "run/checkpoints/last"], name="4")  # beside the run, not in the checkpoint
+
+
+def test_image_files_are_cropped_as_in_the_evaluation(here: Path) -> None:
+    rng = np.random.default_rng(0)
+    for part, count in (("train", 4), ("val", 3)):
+        for label in "ab":
+            (here / "set" / part / label).mkdir(parents=True)
+            for i in range(count):
+                Image.fromarray(rng.integers(0, 256, (20, 26, 3), np.uint8)).save(here / "set" / part / label / f"{i}.png")
+    assert main(["--dataset", "folder:set", "--resize", "16", "--patch_size", "4", *SMALL, "--workers", "0", "--output_dir", "run"]) == 0
+    by_row, by_file = explained(["--image", "1"], name="1"), explained(["--image", "set/val/a/1.png"], name="1")
+    assert by_row["depths"][0]["this_image"] == by_file["depths"][0]["this_image"]
+
+
+def test_a_timm_model_is_seen_through_our_layer(capsys: pytest.CaptureFixture[str]) -> None:
+    data = ["--dataset", "fake(train=40, test=7, size=64, classes=3)", "--resize", "64", "--num_epochs", "1", "--batch_size", "20"]
+    assert main(["--model", "timm/test_vit", *data, "--output_dir", "run"]) == 0
+    assert main(["--model", "timm/test_resnet", *data, "--output_dir", "resnet"]) == 0
+    assert main(["--model", "timm/test_vit", "--layer", "KvtAttention(K=3)", *data, "--output_dir", "kvt"]) == 0
+    capsys.readouterr()
+    record = explained([])
+    assert "timm/test_vit: its attention is seen through the layer Attention, with the same weights" in capsys.readouterr().err
+    assert {d["layer"] for d in record["depths"]} == {"Attention"}
+    assert {d["layer"] for d in explained([], run="kvt")["depths"]} == {"KvtAttention"}
+    refuses(
+        "explain --checkpoint resnet", "--checkpoint must be a model with attention between tokens, and timm/test_resnet has none", capsys
+    )
+
+
+def test_a_plugin_layer_of_no_more_than_its_mix(here: Path) -> None:
+    (here / "own.py").write_text(
+        "import torch\n"
+        "from layers import LAYERS, TokenMixer\n"
+        "@LAYERS.register('ReadsTheNext')\n"
+        "class ReadsTheNext(TokenMixer):\n"
+        "    def mix(self, q, k, v):\n"
+        "        return v.roll(-1, 2)\n"
+    )
+    assert main([*FAKE, "--plugin", "own.py", "--layer", "ReadsTheNext", "--output_dir", "run"]) == 0
+    record = explained(["--queries", "1,2;3,3"])
+    assert [[s["patch"] for s in head] for head in record["depths"][1]["queries"][0]["heads"]] == [[[1, 3]]] * 3
+    assert record["depths"][1]["queries"][1]["heads"] == [[]] * 3  # after the last patch comes the class token
+    assert record["depths"][1]["mean"]["agreement"] == 1
+
+
+def test_mix_is_put_back_when_the_model_fails() -> None:
+    spec = models.ModelSpec(name="vit", shape=(3, 8, 8), num_classes=3, patch_size=4, depth=2, dim=6, num_heads=1, d_mlp=7)
+    model: Any = models.build(spec).eval()
+
+    def fail(*inputs: Any) -> None:
+        raise RuntimeError("a layer that fails")
+
+    hook = model.blocks[1].attn.proj.register_forward_hook(fail)  # after the second mix
+    with pytest.raises(RuntimeError, match="a layer that fails"):
+        module.look(model, torch.zeros(1, 3, 8, 8))
+    hook.remove()
+    mixers = [m for m in model.modules() if isinstance(m, TokenMixer)]
+    assert len(mixers) == 2
+    assert not any("mix" in vars(m) for m in mixers)
+    assert [q.shape for _, q, _ in module.look(model, torch.zeros(1, 3, 8, 8))] == [(1, 1, 5, 6)] * 2
+    assert not any("mix" in vars(m) for m in mixers)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def refuses(command: str | list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    before = sorted(Path().rglob("*"))
+    assert main(command.split() if isinstance(command, str) else command) == 2
+    captured = capsys.readouterr()
+    said = [text for text in captured.err.splitlines() if not text.startswith(("device:", "timm/"))]
+    assert len(said) == 1, captured.err
+    assert said[0].startswith("error: ")
+    assert line in said[0]
+    assert captured.out == ""
+    assert sorted(Path().rglob("*")) == before  # nothing was written
+
+
+def test_refusals(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FAKE, "--output_dir", "run"]) == 0
+    assert main(["--dataset", "iris", "--num_epochs", "1", "--output_dir", "table"]) == 0
+    (here / "broken.png").write_bytes(b"\x89PNG no more")
+    capsys.readouterr()
+    for words, line in (
+        ("--what neighbors --checkpoint run", "--what must be one of tokens, got 'neighbors'"),
+        ("", "--checkpoint must name the run to explain"),
+        ("--checkpoint none", "--checkpoint must be a run or a checkpoint that exists, got 'none'"),
+        ("--checkpoint table", "--checkpoint must be a model of images: the rows of a table have no tokens, got 'table'"),
+        ("--checkpoint run --image 11", "--image must be a row of the test split (0 to 10) or an image file, got '11'"),
+        ("--checkpoint run --image -1", "--image must be a row of the test split (0 to 10) or an image file, got '-1'"),
+        ("--checkpoint run --image no.png", "--image must be a row of the test split (0 to 10) or an image file that exists, got 'no.png'"),
+        (
+            "--checkpoint run --image broken.png",
+            "--image must be an image file that can be read (UnidentifiedImageError), got 'broken.png'",
+        ),
+        ("--checkpoint run --K 0", "--K must be at least 1, got 0"),
+        ("--checkpoint run --K many", "--K must be a whole number, got 'many'"),
+        ("--checkpoint run --queries 1", "--queries must be patches 'row,column;row,column', rows 0 to 3 and columns 0 to 3, got '1'"),
+        ("--checkpoint run --queries 1,4", "--queries must be patches 'row,column;row,column', rows 0 to 3 and columns 0 to 3"),
+        ("--checkpoint run --head 3", "--head must be heads by number, 0 to 2, with commas between, got '3'"),
+        ("--checkpoint run --device tpu", "--device must be one of auto, cpu, cuda, mps"),
+        ("--checkpoint run --output_dir /proc/none", "--output_dir must be a directory that can be written"),
+        ("--checkpoint run --heads 3", "No such option: --heads"),
+    ):
+        refuses(["explain", *words.split()], line, capsys)
+
+
+def test_attention_that_cannot_be_seen(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Relative-position bias is not ours to leave out, and a layer that never mixes reads nothing."""
+    data = ["--dataset", "fake(train=20, test=5, size=64, classes=2)", "--resize", "64", "--num_epochs", "1", "--batch_size", "10"]
+    assert main(["--model", "timm/test_vit_relpos", *data, "--output_dir", "bias"]) == 0
+    capsys.readouterr()
+    refuses(
+        "explain --checkpoint bias",
+        "--checkpoint must be a model whose attention can be seen: cannot take the place of blocks.0.attn",
+        capsys,
+    )
+    (here / "own.py").write_text(
+        "from layers import LAYERS, TokenMixer\n"
+        "@LAYERS.register('NeverMixes')\n"
+        "class NeverMixes(TokenMixer):\n"
+        "    def forward(self, x):\n"
+        "        return self.proj(x)\n"
+    )
+    assert main([*FAKE, "--plugin", "own.py", "--layer", "NeverMixes", "--output_dir", "run"]) == 0
+    capsys.readouterr()
+    refuses("explain --checkpoint run", "(tokens seen: none: no layer called its mix), got 'vit'", capsys)

@@ -93,14 +93,14 @@ def probe(
 
 
 def explain(
-    what: Annotated[str, typer.Option(help="tokens: the patches that chosen patches read, at each depth and head")] = "tokens",
+    what: Annotated[str, typer.Option(help="tokens: what patches read, at each depth and head", metavar="TEXT")] = "tokens",
     checkpoint: Annotated[str | None, typer.Option(help="RUN to look at", metavar="TEXT")] = None,
-    image: Annotated[str, typer.Option(help="INDEX in the test split, or FILE")] = "0",
+    image: Annotated[str, typer.Option(help="INDEX in the test split, or FILE", metavar="TEXT")] = "0",
     queries: Annotated[str | None, typer.Option(help="patches that read: 'row,column;row,column' (default: 3)", metavar="TEXT")] = None,
-    K: Annotated[str | None, typer.Option("--K", help="patches shown (default: all selected; 9 of a layer that reads all)")] = None,
+    K: Annotated[str | None, typer.Option("--K", help="patches shown (default: all selected, or 9 of all)", metavar="INT")] = None,
     head: Annotated[str | None, typer.Option(help="attention heads drawn: '0,2' (default: the first 6)", metavar="TEXT")] = None,
-    output_dir: Annotated[str | None, typer.Option("--output_dir", help="where explain-* files go (default: the run)")] = None,
-    data_path: Annotated[str | None, typer.Option("--data_path", help=flags.FIELDS["data_path"].metadata["help"])] = None,
+    output_dir: Annotated[str | None, typer.Option("--output_dir", help="where the files go (default: the run)", metavar="TEXT")] = None,
+    data_path: Annotated[str | None, typer.Option("--data_path", help="where data sets are (default: as the run)", metavar="TEXT")] = None,
     device: Annotated[str | None, typer.Option(help="where to compute (default: as the run)", metavar="TEXT")] = None,
     plugin: Plugin = None,
 ) -> None:

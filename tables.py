@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,7 +168,7 @@ def _openml(name: str, version: int, files: str, root: Path) -> tuple[Table, np.
     from sklearn.datasets import fetch_openml
 
     try:
-        with no_empty_folders(root / "openml"):
+        with no_empty_folders(root / "openml"), warnings.catch_warnings(action="ignore"):  # the error below says it
             bunch = fetch_openml(name, version=version, data_home=str(root), as_frame=False, parser="liac-arff", n_retries=1)
     except Exception as error:  # urllib, socket and HTTP errors share no base; the advice is one
         reason = str(error).replace("\n", " ")[:80]

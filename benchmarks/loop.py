@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -36,13 +37,14 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def training_loop(name: str, repeats: int, **given: object) -> None:
+def training_loop(name: str, repeats: int, **given: Any) -> None:
     """One epoch of ours (schedule, clipping, guards, losses, place) and of a bare loop, in turn, on the same model and batches."""
     data = dataset.load(name)
     config = complete({"dataset": name, **given}, data)
     train_set = batches(config, data, "train", CPU)
     assert train_set is not None
     ours, bare = build(config, data, CPU), build(config, data, CPU)
+    bare_head: Any = bare.head
     state = State(config, ours, len(train_set), CPU)
     optimizer = torch.optim.AdamW(bare.parameters(), lr=config.lr)
     ready = list(train_set.epoch(0))  # both sides read these: the pipeline has a benchmark of its own
@@ -55,13 +57,14 @@ def training_loop(name: str, repeats: int, **given: object) -> None:
     def epoch_of_bare() -> None:
         bare.train()
         for batch in ready:
-            loss = F.cross_entropy(bare.head.fc(bare.backbone(batch.x)), batch.target)
+            loss = F.cross_entropy(bare_head.fc(bare.backbone(batch.x)), batch.target)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(bare.parameters(), config.clip_grad_norm)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-    epoch_of_ours(), epoch_of_bare()
+    for warm_up in (epoch_of_ours, epoch_of_bare):
+        warm_up()
     ratios, speeds = [], []
     for turn in range(repeats):
         order = (epoch_of_bare, epoch_of_ours) if turn % 2 else (epoch_of_ours, epoch_of_bare)
@@ -101,7 +104,8 @@ def pipeline(repeats: int, rows: int) -> None:
         for i in range(0, rows, 128):
             torch.stack([transform(image) for image in images[i : i + 128]])
 
-    epoch_of_ours(), epoch_of_torchvision()
+    for warm_up in (epoch_of_ours, epoch_of_torchvision):
+        warm_up()
     ratios, speeds = [], []
     for turn in range(repeats):
         order = (epoch_of_torchvision, epoch_of_ours) if turn % 2 else (epoch_of_ours, epoch_of_torchvision)

@@ -46,7 +46,8 @@ def timm_backbone(spec: ModelSpec) -> nn.Module:
     """A timm model without its classifier. Where the classes match, `classifier` keeps it as the start of a linear head."""
     height, width = spec.image_size
     short, config = spec.name.removeprefix("timm/"), timm_config(spec.name)
-    weights = _weights(spec.pretrained, config)
+    of_a_run = spec.pretrained not in (None, "hub") and any(key.startswith("backbone.") for key in read_shapes(str(spec.pretrained)))
+    weights = {} if of_a_run else _weights(spec.pretrained, config)
     wanted: dict[str, Any] = {
         "num_classes": spec.num_classes,
         "in_chans": spec.shape[0],
@@ -56,6 +57,8 @@ def timm_backbone(spec: ModelSpec) -> nn.Module:
         **weights,
     }
     model: Any = _create(short, wanted, {"img_size", "drop_rate", "attn_drop_rate"})
+    if "pretrained_cfg_overlay" in weights:  # timm passes over names that a file without a classifier lacks
+        _tell_matches(set(model.state_dict()), set(read_shapes(str(spec.pretrained))), str(spec.pretrained))
     if max(height, width) <= SMALL_IMAGE and _give_cifar_stem(model):
         say(f"{spec.name}: CIFAR stem (3 x 3 convolution of stride 1, no pooling) for images of {height} x {width}")
     classifier = model.get_classifier() if hasattr(model, "get_classifier") else None
@@ -71,6 +74,8 @@ def timm_backbone(spec: ModelSpec) -> nn.Module:
     if isinstance(classifier, nn.Linear) and trained_for == spec.num_classes:  # otherwise timm has made a new one
         # Not a submodule: the head copies it, the backbone ends at the features.
         object.__setattr__(model, "classifier_weights", classifier.state_dict())
+    if of_a_run:
+        load_matching(model, str(spec.pretrained))
     return model
 
 
@@ -138,8 +143,13 @@ def load_matching(model: nn.Module, path: str) -> None:
     found: dict[str, Tensor] = {k.removeprefix("backbone."): v for k, v in load_file(path).items() if not k.startswith("head.")}
     own = model.state_dict()
     fitting = {k: v for k, v in found.items() if k in own and own[k].shape == v.shape}
-    if not fitting:
-        raise BadOption("pretrained", "must hold weights of this model (no name and shape matches)", path)
     model.load_state_dict(fitting, strict=False)
-    left = [*sorted(set(own) - set(fitting)), *sorted(set(found) - set(fitting))]
-    say(f"pretrained: {len(fitting)} of {len(own)} tensors from {path}" + (f"; not matched: {', '.join(left[:6])}" if left else ""))
+    _tell_matches(set(own), {k for k in found if k in fitting or k not in own}, path)
+
+
+def _tell_matches(own: set[str], found: set[str], path: str) -> None:
+    both = own & found
+    if not both:
+        raise BadOption("pretrained", "must hold weights of this model (no name and shape matches)", path)
+    left = sorted(own ^ found)
+    say(f"pretrained: {len(both)} of {len(own)} tensors from {path}" + (f"; not matched: {', '.join(left[:6])}" if left else ""))

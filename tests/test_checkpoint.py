@@ -98,12 +98,11 @@ def test_a_new_checkpoint_replaces_the_old_and_sweeps_up(tmp_path):
 def test_a_stop_anywhere_leaves_the_old_checkpoint_whole(survivors, tmp_path, monkeypatch):
     """The machine stops when so many files of the new checkpoint (two of tensors, then the index) are in place."""
     save(tmp_path, tensors(), {"epoch": 1})
-    replace, done = os.replace, []
+    replace, left = os.replace, iter(range(survivors))
 
     def stopping(source: Any, target: Any) -> None:
-        if len(done) == survivors:
+        if next(left, None) is None:
             raise KeyboardInterrupt
-        done.append(target)
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", stopping)
@@ -135,9 +134,16 @@ def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path, monkeypatch):
 
 def test_the_content_is_on_disk_before_its_name_is(tmp_path, monkeypatch):
     order: list[str] = []
-    fsync, replace = os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda handle: (order.append("fsync"), fsync(handle))[1])
-    monkeypatch.setattr(os, "replace", lambda a, b: (order.append("replace"), replace(a, b))[1])
+
+    def noted(name: str, call: Any) -> Any:
+        def noting(*arguments: Any) -> Any:
+            order.append(name)
+            return call(*arguments)
+
+        return noting
+
+    for name in ("fsync", "replace"):
+        monkeypatch.setattr(os, name, noted(name, getattr(os, name)))
     checkpoint.write_atomically(tmp_path / "file", b"content")
     assert order == ["fsync", "replace", "fsync"]  # the file, its name, the folder
     assert (tmp_path / "file").read_bytes() == b"content"
@@ -179,8 +185,8 @@ def test_one_flipped_bit_is_one_line(name, tmp_path):
         file.write_bytes(damaged)
         try:
             found, facts = load(tmp_path)
-        except BadOption as error:
-            assert str(error).startswith("checkpoint ")
+        except BadOption:
+            continue
         else:
             accepted += 1
             assert_equal(found, tensors())
@@ -236,10 +242,10 @@ def test_find(tmp_path):
 def test_find_refuses_what_is_no_checkpoint(tmp_path):
     (tmp_path / "model.pt").write_bytes(b"x")
     (tmp_path / "model.safetensors").write_bytes(b"x")
-    with pytest.raises(BadOption, match="^checkpoint must be a run or a checkpoint that exists"):
+    with pytest.raises(BadOption, match=r"^checkpoint must be a run or a checkpoint that exists"):
         find(tmp_path / "none")
     for name in ("model.pt", "model.safetensors"):
-        with pytest.raises(BadOption, match="^checkpoint must be a run, a folder in its checkpoints, or the checkpoint.json in one"):
+        with pytest.raises(BadOption, match=r"^checkpoint must be a run, a folder in its checkpoints, or the checkpoint.json in one"):
             find(tmp_path / name)
     with pytest.raises(BadOption, match=r"^start must hold a checkpoint \(checkpoints/last/checkpoint.json\)"):
         find(tmp_path, prefer="last", flag="start")
@@ -249,6 +255,7 @@ def test_find_refuses_what_is_no_checkpoint(tmp_path):
 
 OPTIMIZERS = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.03),
+    "fused": lambda groups: torch.optim.AdamW(groups, lr=0.03, fused=True),
     "amsgrad": lambda groups: torch.optim.AdamW(groups, lr=0.03, amsgrad=True),
     "adam": lambda groups: torch.optim.Adam(groups, lr=0.03, betas=(0.8, 0.95)),
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.03),

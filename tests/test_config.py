@@ -54,7 +54,7 @@ def test_the_edges_of_the_rules_are_allowed():
 
 
 def test_an_option_of_another_owner_is_unknown():
-    with pytest.raises(BadOption, match="^resume is not an option"):
+    with pytest.raises(BadOption, match=r"^resume is not an option"):
         check({"resume": "run"}, Config)
 
 
@@ -85,6 +85,7 @@ def test_the_published_vit_tiny(name):
 
 
 def test_every_preset_and_every_kind_of_rows_leaves_nothing_open():
+    cases: list[tuple[dict[str, str], tuple[int, ...]]]
     cases = [({"dataset": name}, DIGITS if name == "digits" else CIFAR) for name in PRESETS]
     cases += [({"dataset": "npz:some.npz"}, (2, 37, 41)), ({"dataset": "csv:some.csv:y"}, ROWS), ({"dataset": "iris"}, (4,))]
     for given, shape in cases:

@@ -234,18 +234,18 @@ def test_an_npz_that_is_none(tmp_path):
     file = tmp_path / "set.npz"
     with pytest.raises(BadOption, match=r"^dataset must be a file that can be read \(No such file or directory\), got '.*set.npz'"):
         load(f"npz:{file}")
-    with pytest.raises(BadOption, match="^dataset must be a file that can be read"):
+    with pytest.raises(BadOption, match=r"^dataset must be a file that can be read"):
         load(f"npz:{tmp_path}")
     for content in (b"", b"hello", pickle.dumps([1, 2]), b"PK\x03\x04" + bytes(99)):
         file.write_bytes(content)
-        with pytest.raises(BadOption, match="^dataset must be an (undamaged )?npz file"):
+        with pytest.raises(BadOption, match=r"^dataset must be an (undamaged )?npz file"):
             load(f"npz:{file}")
     np.save(tmp_path / "one.npy", X)
-    with pytest.raises(BadOption, match="^dataset must be an undamaged npz file"):
+    with pytest.raises(BadOption, match=r"^dataset must be an undamaged npz file"):
         load(f"npz:{tmp_path / 'one.npy'}")
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("readme.txt", "no arrays here")
-    with pytest.raises(BadOption, match="^dataset needs x_train, y_train, x_test, y_test in the npz"):
+    with pytest.raises(BadOption, match=r"^dataset needs x_train, y_train, x_test, y_test in the npz"):
         load(f"npz:{file}")
 
 
@@ -255,7 +255,7 @@ def test_an_npz_cut_short_anywhere(tmp_path):
     content = file.read_bytes()
     for length in range(0, len(content), 53):
         file.write_bytes(content[:length])
-        with pytest.raises(BadOption, match="^dataset must be "):
+        with pytest.raises(BadOption, match=r"^dataset must be "):
             load(name)
 
 
@@ -373,7 +373,7 @@ def test_mnist_cut_short_names_its_files(length, tmp_path):
     content = file.read_bytes()
     assert len(content) == 24_320
     file.write_bytes(content[:length])
-    with pytest.raises(BadOption, match="^data_path must hold MNIST/raw/train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k"):
+    with pytest.raises(BadOption, match=r"^data_path must hold MNIST/raw/train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k"):
         load("mnist", str(tmp_path))
 
 
@@ -387,7 +387,8 @@ def write_cifar(root: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, files: d
         (folder / name).write_bytes(pickle.dumps(written[name]))
     names = {kind.meta["key"]: [f"class {n}" for n in range(classes)]}
     (folder / kind.meta["filename"]).write_bytes(pickle.dumps(names))
-    # torchvision compares files with the MD5 sums of the published ones, which these are not: without sums, it only looks whether they exist.
+    # torchvision compares files with the MD5 sums of the published ones, which these are not; without sums it only looks
+    # whether they exist.
     monkeypatch.setattr(kind, "train_list", [[name, None] for name, _ in kind.train_list])
     monkeypatch.setattr(kind, "test_list", [[name, None] for name, _ in kind.test_list])
     monkeypatch.setattr(kind, "meta", {**kind.meta, "md5": None})
@@ -599,7 +600,7 @@ def test_a_wrong_noise_file(labels, rule, tmp_path):
 def test_a_noise_file_without_the_key_or_damaged(spec, tmp_path):
     np.savez(tmp_path / "noise.npz", other=np.zeros(61, int))
     (tmp_path / "broken.npz").write_bytes(b"PK\x03\x04broken")
-    with pytest.raises(BadOption, match="^label_noise must be FILE.npz:KEY that can be read"):
+    with pytest.raises(BadOption, match=r"^label_noise must be FILE.npz:KEY that can be read"):
         load(numbered(tmp_path), label_noise=f"{tmp_path}/{spec}")
 
 

@@ -54,7 +54,7 @@ def test_a_column_that_is_missing_everywhere_stays_zero():
 
 def test_rows_with_other_columns_are_refused():
     encoder = Encoder.fit(table([[1, 2]], [["a"]]))
-    with pytest.raises(BadOption, match="^dataset must have the 3 columns that the encoder was fitted on"):
+    with pytest.raises(BadOption, match=r"^dataset must have the 3 columns that the encoder was fitted on"):
         encoder.encode(Table.of(np.zeros((2, 3))))
 
 
@@ -116,7 +116,7 @@ def test_csv_as_a_data_set(tmp_path):
         assert split.y.tolist() == (numbers % 2).tolist()
         assert split.x[:, 1:].argmax(1).tolist() == (numbers % 3).tolist()
         seen.append(numbers.tolist())
-    assert sorted(sum(seen, [])) == list(range(101))
+    assert sorted(n for numbers in seen for n in numbers) == list(range(101))
     np.testing.assert_allclose(mean, np.mean(seen[0]), rtol=1e-12)
     np.testing.assert_allclose(std, np.std(seen[0]), rtol=1e-12)
 

@@ -86,8 +86,8 @@ def test_parse_call(text, name, options):
 @pytest.mark.parametrize(
     "text",
     [
-        "A(", "A(K=9", "A(K=9))", "A(9)", "A(K=9, 9)", "A(**{'K': 9})", "A(K=__import__('os'))", "A(K=open)", "A(K=9)(x=1)", "A(K=9).f(x=1)",
-        "A(K=9, K=3)", "A(K={[1]: 2})", "A(K=9) + 1", "A(K=" + "(" * 500, "A(K=" + "-" * 99_999 + "1)", "A(\0K=1)",
+        "A(", "A(K=9", "A(K=9))", "A(9)", "A(K=9, 9)", "A(**{'K': 9})", "A(K=__import__('os'))", "A(K=open)", "A(K=9)(x=1)",
+        "A(K=9).f(x=1)", "A(K=9, K=3)", "A(K={[1]: 2})", "A(K=9) + 1", "A(K=" + "(" * 500, "A(K=" + "-" * 99_999 + "1)", "A(\0K=1)",
     ],
     ids=range(16),
 )  # fmt: skip
@@ -275,5 +275,5 @@ def test_a_tracker_that_is_not_installed_says_how_to_get_it(monkeypatch):
         package = "no_such_package_7"
 
     monkeypatch.setitem(utils.TRACKERS, "absent", Absent)
-    with pytest.raises(BadOption, match="^tracker needs an optional package: pip install no_such_package_7, got 'absent'$"):
+    with pytest.raises(BadOption, match=r"^tracker needs an optional package: pip install no_such_package_7, got 'absent'$"):
         utils.check_tracker("absent")

@@ -204,12 +204,10 @@ def test_a_timm_model_is_seen_through_our_layer(capsys: pytest.CaptureFixture[st
     data = ["--dataset", "fake(train=40, test=7, size=64, classes=3)", "--resize", "64", "--num_epochs", "1", "--batch_size", "20"]
     assert main(["--model", "timm/test_vit", *data, "--output_dir", "run"]) == 0
     assert main(["--model", "timm/test_resnet", *data, "--output_dir", "resnet"]) == 0
-    assert main(["--model", "timm/test_vit", "--layer", "KvtAttention(K=3)", *data, "--output_dir", "kvt"]) == 0
     capsys.readouterr()
     record = explained([])
     assert "timm/test_vit: its attention is seen through the layer Attention, with the same weights" in capsys.readouterr().err
     assert {d["layer"] for d in record["depths"]} == {"Attention"}
-    assert {d["layer"] for d in explained([], run="kvt")["depths"]} == {"KvtAttention"}
     refuses(
         "explain --checkpoint resnet", "--checkpoint must be a model with attention between tokens, and timm/test_resnet has none", capsys
     )

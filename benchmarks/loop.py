@@ -23,6 +23,7 @@ import dataset
 from batches import Batches
 from experiments.run import batches, build, complete
 from train_eval import State
+from utils import keep_memory
 
 CPU = torch.device("cpu")
 
@@ -121,6 +122,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--quick", action="store_true", help="one small configuration")
     arguments = parser.parse_args()
+    keep_memory()  # for both sides
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     training_loop("digits", arguments.repeats)
     if not arguments.quick:

@@ -25,7 +25,7 @@ from experiments import reporting
 from experiments.folder import RESULTS, check_output, check_writable, open_folder
 from models import cost
 from train_eval import Classifier, Diverged, Stopped, evaluate, train
-from utils import TRACKERS, BadOption, Log, check_options, check_tracker, git_state, options_of, say, seed_everything, versions
+from utils import TRACKERS, BadOption, Log, check_options, check_tracker, git_state, keep_memory, options_of, say, seed_everything, versions
 
 
 def run(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
@@ -35,6 +35,7 @@ def run(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
     flags.check(given, Config)
     flags.check({k: v for k, v in vars(action).items() if v is not None}, flags.Action)
     load_plugin(given.get("plugin"))
+    keep_memory()
     if action.test_only:
         return test(given, action)
     if action.checkpoint:
@@ -188,7 +189,7 @@ def complete(given: Mapping[str, Any], data: dataset.Data) -> Config:
         for option in ("patience", "scheduler"):
             if getattr(config, option) in ("plateau", *range(1, config.patience + 1)):
                 raise BadOption(option, "needs validation rows (--val_fraction above 0)", getattr(config, option))
-        say("validation: none (--val_fraction 0), so the last epoch counts as the best")
+        say(f"validation: no rows (--val_fraction {config.val_fraction}), so the last epoch counts as the best")
     return config
 
 

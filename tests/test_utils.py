@@ -204,9 +204,10 @@ def test_uniforms_look_uniform_and_independent():
     assert np.abs(draws.var(0) - 1 / 12).max() < 5 * (1 / 180 / n) ** 0.5
     correlation = np.corrcoef(draws.T) - np.eye(5)
     assert np.abs(correlation).max() < 5 / n**0.5  # draws of one row
-    assert abs(np.corrcoef(draws[:-1, 0], draws[1:, 0])[0, 1]) < 5 / n**0.5  # neighboring rows
-    other = uniforms(mix(4), np.arange(n), 5)
-    assert abs(np.corrcoef(draws[:, 0], other[:, 0])[0, 1]) < 5 / n**0.5  # neighboring seeds
+    assert np.abs(np.corrcoef(draws[:-1].T, draws[1:].T)[:5, 5:]).max() < 5 / n**0.5  # neighboring rows, all draws with all
+    for seed in (1, 2, 4, 5, 7, 3 + 2**32):  # other seeds
+        other = uniforms(seed, np.arange(n), 5)
+        assert np.abs(np.corrcoef(uniforms(3, np.arange(n), 5).T, other.T)[:5, 5:]).max() < 5 / n**0.5
     cells = np.histogram2d(draws[:, 0], draws[:, 1], bins=10, range=[[0, 1], [0, 1]])[0]
     assert ((cells - n / 100) ** 2 / (n / 100)).sum() < 180  # chi square, 99 degrees of freedom; p = 1e-6
 

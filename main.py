@@ -51,60 +51,71 @@ def train(context: typer.Context, **values: Any) -> None:
     run(given, flags.Action(**actions))
 
 
-Plugin = Annotated[str | None, typer.Option(help=flags.FIELDS["plugin"].metadata["help"], metavar="TEXT")]
-DataPath = Annotated[str, typer.Option("--data_path", help=flags.FIELDS["data_path"].metadata["help"], metavar="TEXT")]
-Device = Annotated[str, typer.Option(help="where to compute: auto, cpu, cuda, mps", metavar="TEXT")]
+# Options of the commands are text, as above; None is left to the run or the data set.
+Text = str | None
+Plugin = Annotated[Text, typer.Option(help=flags.FIELDS["plugin"].metadata["help"], metavar="TEXT")]
+
+
+def whole(name: str, text: str) -> int:
+    """A whole number of at least 1 that came as text."""
+    if not text.isdecimal() or int(text) < 1:
+        raise BadOption(name, "must be a whole number of at least 1", text)
+    return int(text)
 
 
 def list_(
-    what: Annotated[str, typer.Argument(help="layers, models, heads, datasets, or all of them")] = "all",
-    d_hidden: Annotated[int, typer.Option("--d_hidden", help="width of a token")] = 192,
-    num_heads: Annotated[int, typer.Option("--num_heads", help="attention heads")] = 3,
-    image_size: Annotated[int, typer.Option("--image_size", help="image side")] = 224,
-    patch_size: Annotated[int, typer.Option("--patch_size", help="side of a patch")] = 16,
-    batch_size: Annotated[int, typer.Option("--batch_size", help="rows of the measured forward pass")] = 8,
-    filter: Annotated[str, typer.Option(help="timm models whose name fits, with parameters: 'vit_tiny*'")] = "",
+    what: Annotated[str, typer.Argument(help="layers, models, heads, datasets, or all of them", metavar="[WHAT]")] = "all",
+    d_hidden: Annotated[str, typer.Option("--d_hidden", help="width of a token", metavar="INT")] = "192",
+    num_heads: Annotated[str, typer.Option("--num_heads", help="attention heads", metavar="INT")] = "3",
+    image_size: Annotated[str, typer.Option("--image_size", help="image side", metavar="INT")] = "224",
+    patch_size: Annotated[str, typer.Option("--patch_size", help="side of a patch", metavar="INT")] = "16",
+    batch_size: Annotated[str, typer.Option("--batch_size", help="rows of the measured forward pass", metavar="INT")] = "8",
+    filter: Annotated[str, typer.Option(help="timm models whose name fits: 'vit_tiny*'", metavar="TEXT")] = "",
     plugin: Plugin = None,
 ) -> None:
-    """Layers, models, heads and data sets: what they do, their options, parameters and measured cost."""
+    """What there is: layers, models, heads and data sets, with options, parameters and measured cost."""
+    sizes = dict(d_hidden=d_hidden, num_heads=num_heads, image_size=image_size, patch_size=patch_size, batch_size=batch_size)
+    numbers = {name: whole(name, text) for name, text in sizes.items()}
     from experiments.listing import show
 
-    show(what, d_hidden, num_heads, image_size, patch_size, batch_size, filter, plugin)
+    show(what, filter, plugin, **numbers)
 
 
 def probe(
-    K: Annotated[str, typer.Option("--K", help="neighbors a token may read: whole numbers and 'all'")] = "1,4,9,16,32,all",
-    model: Annotated[str | None, typer.Option(help="timm/NAME, with --pretrained", metavar="TEXT")] = None,
+    K: Annotated[str, typer.Option("--K", help="neighbors a token may read: whole numbers and 'all'", metavar="LIST")] = "1,4,9,16,32,all",
+    model: Annotated[Text, typer.Option(help="timm/NAME, with --pretrained", metavar="TEXT")] = None,
     pretrained: Annotated[str, typer.Option(help="hub, or FILE.safetensors", metavar="TEXT")] = "hub",
-    checkpoint: Annotated[str | None, typer.Option(help="RUN to probe instead", metavar="TEXT")] = None,
-    dataset: Annotated[str | None, typer.Option(help=flags.FIELDS["dataset"].metadata["help"], metavar="TEXT")] = None,
-    data_path: DataPath = "./data",
-    mode: Annotated[str, typer.Option(help="topk: softmax over the K; mass: the K's own share of the softmax")] = "topk",
-    batch_size: Annotated[int, typer.Option("--batch_size", help="rows a batch")] = 128,
-    output_dir: Annotated[str | None, typer.Option("--output_dir", help="where probe.json and probe.png go (default: the run)")] = None,
-    device: Device = "auto",
+    checkpoint: Annotated[Text, typer.Option(help="RUN to probe instead", metavar="TEXT")] = None,
+    dataset: Annotated[Text, typer.Option(help=flags.FIELDS["dataset"].metadata["help"], metavar="TEXT")] = None,
+    data_path: Annotated[Text, typer.Option("--data_path", help="where data sets are", metavar="TEXT")] = None,
+    mode: Annotated[str, typer.Option(help="topk: softmax over the K; mass: their share of the softmax over all", metavar="TEXT")] = "topk",
+    batch_size: Annotated[Text, typer.Option("--batch_size", help="rows a batch", metavar="INT")] = None,
+    output_dir: Annotated[Text, typer.Option("--output_dir", help="for probe.json and .png (default: the run)", metavar="TEXT")] = None,
+    device: Annotated[Text, typer.Option(help="where to compute: auto, cpu, cuda, mps", metavar="TEXT")] = None,
     plugin: Plugin = None,
 ) -> None:
     """What would hard top-K do to this trained model? Test accuracy against K, without training."""
+    typed = dict(dataset=dataset, data_path=data_path, batch_size=batch_size, device=device, plugin=plugin, model=model)
+    given = {name: flags.parse(name, value) for name, value in typed.items() if value is not None}
+    flags.check(given, flags.Config)
     from experiments.probing import run_probe
 
-    given = dict(dataset=dataset, data_path=data_path, batch_size=batch_size, device=device, plugin=plugin, model=model)
-    run_probe(K, checkpoint, pretrained, mode, output_dir, {k: v for k, v in given.items() if v is not None})
+    run_probe(K, checkpoint, pretrained, mode, output_dir, given)
 
 
 def explain(
     what: Annotated[str, typer.Option(help="tokens: what patches read, at each depth and head", metavar="TEXT")] = "tokens",
-    checkpoint: Annotated[str | None, typer.Option(help="RUN to look at", metavar="TEXT")] = None,
+    checkpoint: Annotated[Text, typer.Option(help="RUN to look at", metavar="TEXT")] = None,
     image: Annotated[str, typer.Option(help="INDEX in the test split, or FILE", metavar="TEXT")] = "0",
-    queries: Annotated[str | None, typer.Option(help="patches that read: 'row,column;row,column' (default: 3)", metavar="TEXT")] = None,
-    K: Annotated[str | None, typer.Option("--K", help="patches shown (default: all selected, or 9 of all)", metavar="INT")] = None,
-    head: Annotated[str | None, typer.Option(help="attention heads drawn: '0,2' (default: the first 6)", metavar="TEXT")] = None,
-    output_dir: Annotated[str | None, typer.Option("--output_dir", help="where the files go (default: the run)", metavar="TEXT")] = None,
-    data_path: Annotated[str | None, typer.Option("--data_path", help="where data sets are (default: as the run)", metavar="TEXT")] = None,
-    device: Annotated[str | None, typer.Option(help="where to compute (default: as the run)", metavar="TEXT")] = None,
+    queries: Annotated[Text, typer.Option(help="patches that read: 'row,column;row,column' (default: 3)", metavar="TEXT")] = None,
+    K: Annotated[Text, typer.Option("--K", help="patches shown (default: all selected, or 9 of all)", metavar="INT")] = None,
+    head: Annotated[Text, typer.Option(help="attention heads drawn: '0,2' (default: the first 6)", metavar="TEXT")] = None,
+    output_dir: Annotated[Text, typer.Option("--output_dir", help="where the files go (default: the run)", metavar="TEXT")] = None,
+    data_path: Annotated[Text, typer.Option("--data_path", help="where data sets are (default: as the run)", metavar="TEXT")] = None,
+    device: Annotated[Text, typer.Option(help="where to compute (default: as the run)", metavar="TEXT")] = None,
     plugin: Plugin = None,
 ) -> None:
-    """See what a run's layers read: a picture of one image, and a table of how local they are and how alike."""
+    """What a run's layers read: a picture of one image, and a table of how local and how alike they are."""
     from experiments.explain import explain as show
 
     given = dict(image=image, queries=queries, K=K, head=head, output_dir=output_dir, data_path=data_path, device=device, plugin=plugin)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 import layers
 from layers.base import TokenMixer
+from utils import keep_memory
 
 BATCH, DIM, HEADS, K = 16, 192, 3, 9
 PREFIX = 1
@@ -192,6 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="5 rounds, 65 and 197 tokens")
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(chosen.threads)
+    keep_memory()  # as every run does
     rounds = chosen.rounds or (5 if chosen.quick else 30)
     how = f"{chosen.threads} threads, {chosen.clock} clock, torch {torch.__version__}"
     print(f"{BATCH} images, {DIM} channels, {HEADS} heads, K = {K}; {how}", flush=True)

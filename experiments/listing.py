@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+from typing import Any
+
 import torch
+from torch import nn
 
 import layers
 from classifiers import HEADS
 from dataset import DATASETS, PREFIXES
 from experiments.run import load_plugin
 from layers.base import TokenMixer
-from models import MODELS
+from models import MODELS, ModelSpec
 from models.cost import gflops, parameters, rows_per_second
 from utils import BadOption, first_line, nearest, options_of
 
@@ -17,24 +22,30 @@ KINDS = ("layers", "models", "heads", "datasets")
 TIMM_SHOWN = 40
 
 
-def show(what: str, dim: int, num_heads: int, image_size: int, patch_size: int, batch_size: int, pattern: str, plugin: str | None) -> None:
+def show(
+    what: str, pattern: str, plugin: str | None, *, d_hidden: int, num_heads: int, image_size: int, patch_size: int, batch_size: int
+) -> None:
     load_plugin(plugin)
     if what not in (*KINDS, "all"):
         raise BadOption("what", f"must be one of {', '.join(KINDS)}, all{nearest(what, KINDS)}", what)
-    if patch_size < 1 or image_size < patch_size or image_size % patch_size:
+    if image_size % patch_size:
         raise BadOption("patch_size", f"must divide the image size ({image_size})", patch_size)
-    if batch_size < 1:
-        raise BadOption("batch_size", "must be at least 1", batch_size)
     parts = [
-        lambda: show_layers(dim, num_heads, image_size // patch_size, batch_size),
-        lambda: show_models(pattern),
-        lambda: show_heads(dim),
+        lambda: show_layers(d_hidden, num_heads, image_size // patch_size, batch_size),
+        lambda: show_models(d_hidden, num_heads, image_size, patch_size, batch_size, pattern),
+        lambda: show_heads(d_hidden),
         show_datasets,
     ]
     for kind, part in zip(KINDS, parts, strict=True):
         if what in (kind, "all"):
             part()
             print()
+
+
+def cost_of(module: nn.Module, x: torch.Tensor) -> str:
+    """Parameters, FLOPs of one row, and measured time of a batch."""
+    speed = rows_per_second(module.eval(), x, seconds=0.2)
+    return f"{parameters(module):,} parameters, {gflops(module, x):.3f} GFLOPs, {1e3 * len(x) / speed:.1f} ms forward"
 
 
 def show_layers(dim: int, num_heads: int, side: int, batch_size: int) -> None:
@@ -45,14 +56,10 @@ def show_layers(dim: int, num_heads: int, side: int, batch_size: int) -> None:
     common = options_of(TokenMixer)
     x = torch.randn(batch_size, tokens, dim)
     for name in layers.LAYERS:
-        cost = "not measured: "
         try:
-            layer = layers.build(name, dim=dim, num_heads=num_heads, grid=(side, side), num_prefix_tokens=1).eval()
-            with torch.no_grad():
-                speed = rows_per_second(layer, x, seconds=0.2)
-            cost = f"{parameters(layer):,} parameters, {gflops(layer, x):.3f} GFLOPs, {1e3 * batch_size / speed:.1f} ms forward"
+            cost = cost_of(layers.build(name, dim=dim, num_heads=num_heads, grid=(side, side), num_prefix_tokens=1), x)
         except BadOption as error:
-            cost += str(error)
+            cost = f"not measured: {error}"
         print(f"\n  {name}: {first_line(layers.LAYERS[name])}\n    {cost}")
         own = {k: v for k, v in options_of(layers.LAYERS[name]).items() if k not in common and k not in layers.CONTEXT}
         if own:
@@ -60,10 +67,20 @@ def show_layers(dim: int, num_heads: int, side: int, batch_size: int) -> None:
     print(f"\n  every layer: {', '.join(f'{k}={v!r}' for k, v in common.items())}")
 
 
-def show_models(pattern: str) -> None:
-    print("MODELS")
+def show_models(dim: int, num_heads: int, image_size: int, patch_size: int, batch_size: int, pattern: str) -> None:
+    """Our models at the sizes asked for, and those of timm's whose names fit the pattern, at their own."""
+    image = ModelSpec(
+        name="", shape=(3, image_size, image_size), num_classes=10, dim=dim, num_heads=num_heads, d_mlp=4 * dim, patch_size=patch_size
+    )
+    sizes = f"{image.depth} blocks of {dim} channels, images of {image_size}, tables of 16 columns, batches of {batch_size}"
+    print(f"MODELS, measured with {sizes}")
     for name in MODELS:
-        print(f"  {name}: {first_line(MODELS[name])}")
+        cost = "not measured: it refuses images and tables"
+        for spec in (image, dataclasses.replace(image, shape=(16,))):
+            with contextlib.suppress(BadOption):
+                cost = cost_of(MODELS[name](dataclasses.replace(spec, name=name)), torch.randn(batch_size, *spec.shape))
+                break
+        print(f"  {name}: {first_line(MODELS[name])}\n    {cost}")
     import timm
 
     names = timm.list_models(pattern) if pattern else []
@@ -77,10 +94,11 @@ def show_models(pattern: str) -> None:
 
 
 def show_heads(dim: int) -> None:
-    print("HEADS")
+    print(f"HEADS, measured with {dim} features and 10 classes")
     for name in HEADS:
         options = ", ".join(f"{k}={v!r}" for k, v in options_of(HEADS[name]).items())
-        print(f"  {name}: {first_line(HEADS[name])}\n    {options}")
+        head: Any = HEADS[name]
+        print(f"  {name}: {first_line(head)}\n    {cost_of(head(dim, 10), torch.randn(512, dim))} of 512 rows\n    {options}")
 
 
 def show_datasets() -> None:

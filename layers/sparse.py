@@ -29,7 +29,7 @@ class MaskedAttention(TokenMixer):
 
 
 class SparseAttention(MaskedAttention):
-    """Attention over all tokens, over a local window, or over every so-manieth token (strided)."""
+    """Attention over all tokens, over a local window, or over every n-th token (strided)."""
 
     def __init__(
         self, dim: int, num_heads: int = 8, *, sparse_mode: str = "local", sparse_context_window: int = 49, **base: Any

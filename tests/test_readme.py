@@ -29,7 +29,8 @@ def commands(text: str) -> list[str]:
 def run(command: str, folder: Path) -> str:
     words = shlex.split(command)
     words = [sys.executable, *(str(ROOT / w) if (ROOT / w).is_file() and w.endswith(".py") else w for w in words[1:])]
-    done = subprocess.run(words, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "2"}, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{command}\n{done.stderr}"
     return done.stdout
 
@@ -40,6 +41,8 @@ def test_blocks(tmp_path: Path) -> None:
         assert name.endswith(".py")
         assert len([line for line in block.splitlines() if line.strip()]) <= 14  # a part is ten lines, give or take its name and docstring
         (tmp_path / name).write_text(block)
+        if "register" not in block:
+            run(f"python {name}", tmp_path)
     for block in blocks("bash"):
         for command in commands(block):
             run(command, tmp_path)

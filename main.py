@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -12,6 +13,10 @@ import typer
 
 import config as flags
 from utils import BadOption, Halt, say
+
+# Read when torch loads. Threads that wait by spinning for long are a little faster alone and a hundred times slower where
+# another process wants the cores too.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 IGNORED = ("similarity_type", "aggregation_type")
 METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", bool: None}

@@ -1,6 +1,9 @@
-"""Heads by name, and the metrics they are judged by."""
+"""Heads by name, what they are made of (bank, neighbor attention, votes), and the metrics they are judged by."""
 
+from classifiers.bank import Bank, Neighbors
 from classifiers.heads import HEADS, Head, LinearHead
-from classifiers.metrics import metrics
+from classifiers.metrics import detailed, metrics
+from classifiers.neighbor_attention import NeighborAttention
+from classifiers.votes import VOTES, Prior
 
-__all__ = ["HEADS", "Head", "LinearHead", "metrics"]
+__all__ = ["HEADS", "VOTES", "Bank", "Head", "LinearHead", "NeighborAttention", "Neighbors", "Prior", "detailed", "metrics"]

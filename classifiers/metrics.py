@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -47,3 +49,83 @@ def brier(probs: Tensor, target: Tensor) -> float:
     """Mean squared distance between the probabilities and the one-hot label, summed over classes (0 to 2)."""
     # |p - y|^2 = |p|^2 - 2 p_y + 1, without an (N, C) one-hot
     return (probs.square().sum(1) - 2 * probs.gather(1, target[:, None])[:, 0] + 1).mean().item()
+
+
+# ---------------------------------------------------------------- beyond the six of every evaluation
+
+
+def detailed(log_probs: Tensor, target: Tensor) -> dict[str, float]:
+    """(N, C) log-probabilities and (N,) labels to calibration by equal mass and by class, abstention, and balanced accuracy."""
+    probs = log_probs.double().exp()
+    predicted, confidence = probs.argmax(1), probs.amax(1)
+    right = predicted == target
+    return {
+        "ece_equal_mass": equal_mass_calibration_error(confidence, right),
+        "ece_classwise": classwise_calibration_error(probs, target),
+        "aurc": aurc(confidence, right),
+        **{f"accuracy_at_{share}": accuracy_at_coverage(confidence, right, share / 100) for share in (80, 90, 95)},
+        "balanced_accuracy": balanced_accuracy(predicted, target, probs.shape[1]),
+    }
+
+
+def equal_mass_calibration_error(confidence: Tensor, right: Tensor, bins: int = 15) -> float:
+    """Sum over bins of as many rows each (numpy's array_split of the rows by confidence) of |accuracy - confidence|, weighted by rows."""
+    confidence, share = _by_confidence(confidence, right)
+    n = len(confidence)
+    small, extra = divmod(n, bins)  # the first `extra` bins have a row more
+    sizes = torch.full((bins,), small, device=confidence.device) + (torch.arange(bins, device=confidence.device) < extra)
+    number = torch.arange(bins, device=confidence.device).repeat_interleave(sizes)
+    gap = confidence.new_zeros(bins).index_add_(0, number, (share - confidence).flip(0))
+    return (gap.abs().sum() / n).item()
+
+
+def classwise_calibration_error(probs: Tensor, target: Tensor, bins: int = 15) -> float:
+    """Mean over classes of the ECE of "it is this class", with all its probabilities and not the highest only (arXiv 1910.12656)."""
+    n, classes = probs.shape
+    number = (torch.ceil(probs * bins) - 1).clamp(0, bins - 1).long() + bins * torch.arange(classes, device=probs.device)  # (N, C)
+    difference = -probs.double()
+    difference = difference.scatter_add(1, target[:, None], torch.ones_like(difference[:, :1]))
+    gap = difference.new_zeros(classes * bins).index_add_(0, number.flatten(), difference.flatten())
+    return (gap.abs().sum() / (n * classes)).item()
+
+
+def confusion_matrix(predicted: Tensor, target: Tensor, num_classes: int) -> Tensor:
+    """(C, C) counts: rows are labels, columns predictions."""
+    return torch.bincount(num_classes * target + predicted, minlength=num_classes**2).reshape(num_classes, num_classes)
+
+
+def balanced_accuracy(predicted: Tensor, target: Tensor, num_classes: int) -> float:
+    """Mean over the classes that occur of the share of their rows that is right."""
+    rows = torch.bincount(target, minlength=num_classes)
+    right = torch.bincount(target[predicted == target], minlength=num_classes).double()
+    return (right / rows)[rows > 0].mean().item()
+
+
+def aurc(confidence: Tensor, right: Tensor) -> float:
+    """Area under the risk-coverage curve: the mean over n of the error rate of the n most confident rows. 0 is best."""
+    _, share = _by_confidence(confidence, right)
+    return ((1 - share).cumsum(0) / torch.arange(1, len(share) + 1, device=share.device)).mean().item()
+
+
+def accuracy_at_coverage(confidence: Tensor, right: Tensor, coverage: float) -> float:
+    """Accuracy of the most confident rows, `coverage` of all (rounded up)."""
+    _, share = _by_confidence(confidence, right)
+    return share[: math.ceil(coverage * len(share) - 1e-9)].mean().item()
+
+
+def auroc(inside: Tensor, outside: Tensor) -> float:
+    """Probability that a row from outside the distribution has the higher score (distance to neighbors, say); equal scores count half."""
+    ordered = inside.double().sort().values
+    scores = outside.double().contiguous()
+    below = torch.searchsorted(ordered, scores) + torch.searchsorted(ordered, scores, right=True)
+    return (below.double().mean() / (2 * len(ordered))).item()
+
+
+def _by_confidence(confidence: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Confidence, highest first, and the share that is right among the rows of that same confidence, in float64.
+
+    NOTE: votes of k neighbors have few values. Among equal ones the order of the rows must not matter, hence the mean over them.
+    """
+    values, group, count = confidence.double().unique(return_inverse=True, return_counts=True)
+    share = torch.zeros_like(values).index_add_(0, group, right.double()) / count
+    return values.repeat_interleave(count).flip(0), share.repeat_interleave(count).flip(0)

@@ -5,9 +5,31 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import accuracy_score, f1_score, log_loss, top_k_accuracy_score
+from sklearn.metrics import (
+    accuracy_score,
+    balanced_accuracy_score,
+    f1_score,
+    log_loss,
+    roc_auc_score,
+    top_k_accuracy_score,
+)
+from sklearn.metrics import confusion_matrix as sklearn_confusion_matrix
 
-from classifiers.metrics import brier, expected_calibration_error, f1_macro, metrics, topk_accuracy
+from classifiers.metrics import (
+    accuracy_at_coverage,
+    aurc,
+    auroc,
+    balanced_accuracy,
+    brier,
+    classwise_calibration_error,
+    confusion_matrix,
+    detailed,
+    equal_mass_calibration_error,
+    expected_calibration_error,
+    f1_macro,
+    metrics,
+    topk_accuracy,
+)
 
 
 def predictions(rows: int, classes: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,3 +126,115 @@ def test_sums_do_not_lose_rows():
     assert found["accuracy"] == (n - wrong) / n
     assert found["brier"] == pytest.approx(((n - wrong) * 0.02 + wrong * 1.62) / n, rel=1e-6)
     assert brier(torch.tensor([[0.9, 0.1]]), torch.tensor([1])) == pytest.approx(1.62, rel=1e-6)
+
+
+# ---------------------------------------------------------------- beyond the six of every evaluation
+
+
+@pytest.mark.parametrize("bins", [1, 15, 17])
+@pytest.mark.parametrize("rows", [13, 307])
+def test_equal_mass_ece_by_brute_force(bins, rows):
+    log_probs, target = predictions(rows, 7, seed=2)
+    probs = log_probs.double().exp()
+    confidence, right = probs.amax(1).numpy(), (probs.argmax(1) == target).double().numpy()
+    order = np.argsort(confidence)
+    total = sum(abs((right[part] - confidence[part]).sum()) for part in np.array_split(order, bins))
+    found = equal_mass_calibration_error(torch.from_numpy(confidence), torch.from_numpy(right).bool(), bins)
+    assert found == pytest.approx(total / rows, rel=1e-12)
+
+
+def test_equal_mass_ece_by_hand():
+    """Two bins of two rows: 0.5 and 0.6, one right; 0.9 and 1.0, both right."""
+    confidence, right = torch.tensor([0.9, 0.5, 1.0, 0.6]), torch.tensor([True, False, True, True])
+    assert equal_mass_calibration_error(confidence, right, 2) == pytest.approx((0.1 + 0.1) / 4, abs=1e-7)
+
+
+@pytest.mark.parametrize("bins", [1, 15])
+@pytest.mark.parametrize("classes", [2, 7])
+def test_classwise_ece_by_brute_force(bins, classes):
+    log_probs, target = predictions(211, classes, seed=3)
+    probs = log_probs.double().exp()
+    probs[0] = torch.eye(classes, dtype=torch.float64)[0]  # exactly 0 and 1
+    wanted = np.mean([expected_calibration_error(probs[:, c], target == c, bins) for c in range(classes)])
+    assert classwise_calibration_error(probs, target, bins) == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize("classes", [2, 7])
+def test_confusion_and_balanced_accuracy_against_scikit_learn(classes):
+    log_probs, target = predictions(211, classes, seed=4)
+    predicted = log_probs.argmax(1)
+    labels = np.arange(classes)
+    found = confusion_matrix(predicted, target, classes)
+    assert (found.numpy() == sklearn_confusion_matrix(target.numpy(), predicted.numpy(), labels=labels)).all()
+    wanted = balanced_accuracy_score(target.numpy(), predicted.numpy())
+    assert balanced_accuracy(predicted, target, classes) == pytest.approx(wanted, rel=1e-12)
+    assert balanced_accuracy(predicted, target, classes + 3) == pytest.approx(wanted, rel=1e-12)  # classes that do not occur
+
+
+def test_confusion_by_hand():
+    found = confusion_matrix(torch.tensor([0, 1, 1, 0]), torch.tensor([0, 0, 1, 2]), 3)
+    assert found.tolist() == [[1, 1, 0], [0, 1, 0], [1, 0, 0]]  # rows are labels
+    assert balanced_accuracy(torch.tensor([0, 0, 0, 0]), torch.tensor([0, 0, 0, 1]), 2) == 0.5
+
+
+@pytest.mark.parametrize("rows", [1, 13, 307])
+def test_abstention_by_brute_force(rows):
+    generator = torch.Generator().manual_seed(rows)
+    confidence, right = torch.rand(rows, generator=generator), torch.rand(rows, generator=generator) < 0.7
+    order = sorted(range(rows), key=lambda i: -confidence[i])
+    errors = [int(not right[i]) for i in order]
+    assert aurc(confidence, right) == pytest.approx(np.mean([np.mean(errors[:n]) for n in range(1, rows + 1)]), rel=1e-12)
+    for coverage in (0.8, 0.9, 0.95, 1.0):
+        n = int(np.ceil(round(coverage * rows, 6)))
+        assert accuracy_at_coverage(confidence, right, coverage) == pytest.approx(1 - np.mean(errors[:n]), rel=1e-12)
+
+
+def test_abstention_by_hand():
+    confidence, right = torch.tensor([0.9, 0.8, 0.7, 0.6]), torch.tensor([True, False, True, True])
+    assert aurc(confidence, right) == pytest.approx((0 + 1 / 2 + 1 / 3 + 1 / 4) / 4)
+    assert accuracy_at_coverage(confidence, right, 0.5) == 0.5
+    assert accuracy_at_coverage(confidence, right, 0.25) == 1.0
+    assert accuracy_at_coverage(torch.rand(10), torch.arange(10) > 2, 1.0) == pytest.approx(0.7)  # floating point must not add a row
+
+
+def test_order_of_rows_does_not_matter():
+    """A vote of 5 neighbors has 5 confidences. Among equal ones the rows have no order, and the average over all orders is taken."""
+    generator = torch.Generator().manual_seed(0)
+    confidence = torch.randint(1, 6, (97,), generator=generator) / 5
+    right = torch.rand(97, generator=generator) < confidence
+    shuffled = [torch.randperm(97, generator=generator) for _ in range(5)]
+    scores = (equal_mass_calibration_error, aurc, lambda c, r: accuracy_at_coverage(c, r, 0.8))
+    for score in scores:
+        assert len({round(score(confidence[p], right[p]), 12) for p in shuffled}) == 1
+    orders = [sorted(torch.randperm(97, generator=generator).tolist(), key=lambda i: -confidence[i]) for _ in range(2000)]
+    errors = torch.stack([~right[torch.tensor(order)] for order in orders]).double()
+    curve = errors.cumsum(1) / torch.arange(1, 98)
+    assert aurc(confidence, right) == pytest.approx(curve.mean().item(), abs=2e-3)
+
+
+@pytest.mark.parametrize("decimals", [1, 6])
+def test_auroc_against_scikit_learn(decimals):
+    generator = torch.Generator().manual_seed(5)
+    inside = torch.randn(113, generator=generator).double().round(decimals=decimals)  # rounded to 0.1: many equal scores
+    outside = (0.7 + torch.randn(59, generator=generator).double()).round(decimals=decimals)
+    wanted = roc_auc_score(np.r_[np.zeros(113), np.ones(59)], torch.cat([inside, outside]).numpy())
+    assert auroc(inside, outside) == pytest.approx(wanted, rel=1e-12)
+    assert auroc(torch.zeros(3), torch.ones(5)) == 1.0
+    assert auroc(torch.ones(3), torch.zeros(5)) == 0.0
+    assert auroc(torch.zeros(3), torch.tensor([0.0, torch.inf])) == 0.75
+
+
+def test_detailed_names_what_it_measures():
+    log_probs, target = predictions(211, 7, seed=6)
+    probs = log_probs.double().exp()
+    found, right = detailed(log_probs, target), probs.argmax(1) == target
+    assert found == {
+        "ece_equal_mass": equal_mass_calibration_error(probs.amax(1), right),
+        "ece_classwise": classwise_calibration_error(probs, target),
+        "aurc": aurc(probs.amax(1), right),
+        "accuracy_at_80": accuracy_at_coverage(probs.amax(1), right, 0.8),
+        "accuracy_at_90": accuracy_at_coverage(probs.amax(1), right, 0.9),
+        "accuracy_at_95": accuracy_at_coverage(probs.amax(1), right, 0.95),
+        "balanced_accuracy": balanced_accuracy(probs.argmax(1), target, 7),
+    }
+    assert not set(found) & set(metrics(log_probs, target))

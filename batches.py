@@ -180,7 +180,7 @@ class _Files(Dataset[Any]):
 
         try:
             with Image.open(self.paths[row]) as file:
-                image = file.convert("RGB")
+                image = eight_bit(file).convert("RGB")
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # what Pillow raises for a damaged file
             return BadOption("dataset", f"has an image that can't be read ({type(error).__name__})", str(self.paths[row]))
         draws = uniforms(self.crop[0], [row], 5)[0] if self.crop else None
@@ -189,6 +189,17 @@ class _Files(Dataset[Any]):
         if draws is not None and self.crop and self.crop[1] and draws[4] < 0.5:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         return torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1)
+
+
+def eight_bit(file: Any) -> Any:
+    """An image of 8 bits a channel. Left to Pillow, 16-bit pixels would be cut off at 255."""
+    from PIL import Image
+
+    if file.mode == "F":
+        raise ValueError("float pixels have no known range")
+    if file.mode.startswith("I"):  # 16 bit, in Pillow's several ways
+        return Image.fromarray((np.asarray(file).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
+    return file
 
 
 def random_box(size: tuple[int, int], draws: np.ndarray) -> tuple[float, float, float, float]:

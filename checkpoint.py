@@ -9,9 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 import random
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,39 +20,13 @@ from safetensors.torch import load as tensors_from_bytes
 from safetensors.torch import save as tensors_to_bytes
 from torch import Tensor
 
-from utils import BadOption
+from utils import BadOption, write_atomically
 
 FORMAT = "neighbor attention checkpoint, version 1"
 INDEX = "checkpoint.json"
 
 
 # ---------------------------------------------------------------- files
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """A temporary name in the same folder, fsync, replace, fsync the folder: never half a file under the real name."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -140,7 +140,7 @@ SHARED_OPTIONS = ("dropout", "attention_dropout")  # of the model and of its lay
 # What may differ between a checkpoint and its evaluation, or a run and its continuation, without changing what the run is.
 PLACE = frozenset({"data_path", "device", "workers", "use_compiled", "compile_mode", "tracker", "output_dir", "plugin"})
 FREE_IN_TEST = PLACE | {"dataset", "batch_size", "noise", "use_amp", "deterministic"}
-FREE_IN_RESUME = PLACE | {"num_epochs", "patience"}
+FREE_IN_RESUME = PLACE - {"output_dir"} | {"num_epochs", "patience", "dataset", "label_noise"}  # the rows are compared
 
 # ---------------------------------------------------------------- presets
 
@@ -258,4 +258,5 @@ def parse(name: str, value: Any) -> Any:
 def to_yaml(config: Config) -> str:
     import yaml
 
-    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
+    # Without the place it went to: the file repeats the run, beside it.
+    return yaml.safe_dump({k: v for k, v in dataclasses.asdict(config).items() if k != "output_dir"}, sort_keys=False)

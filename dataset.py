@@ -6,6 +6,7 @@ and label noise change what is left for training. Validation and test stay as th
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -113,6 +114,7 @@ def load(
         "test": len(test),
         "class_counts": np.bincount(train.y, minlength=len(classes)).tolist(),
         "label_noise_rate": float(np.mean(noisy != clean)),
+        "sha256": _fingerprint(train, val, test),
     }
     return Data(name, kind, shape, classes, train, val, test, source.flip, fitted, facts)
 
@@ -371,6 +373,18 @@ def _encode(kind: str, x: Any, fitted: dict[str, Any]) -> np.ndarray:
     if kind == "table":
         return Encoder.from_json(fitted).encode(Table.of(x))
     return np.ascontiguousarray(x.reshape(*x.shape[:3], -1).transpose(0, 3, 1, 2))  # (N, C, H, W)
+
+
+def _fingerprint(*splits: Split | None) -> str:
+    """Of all rows and labels in their order: a run must not go on with others. Of image files, the names."""
+    digest = hashlib.sha256()
+    for split in splits:
+        if split is not None:
+            files = split.x.dtype.kind == "U"
+            names = "\n".join("/".join(Path(path).parts[-2:]) for path in split.x) if files else ""
+            digest.update(names.encode() if files else np.ascontiguousarray(split.x).data)
+            digest.update(split.y.tobytes())
+    return digest.hexdigest()[:16]
 
 
 def stratified(y: np.ndarray, fraction: float, seed: int) -> np.ndarray:

@@ -45,6 +45,8 @@ def train(context: typer.Context, **values: Any) -> None:
     Without a command, trains and evaluates one run. Hyphens in flags are as good as underscores.
     """
     if context.invoked_subcommand is not None:
+        if typed := [name for name, value in values.items() if value is not None]:
+            raise BadOption(typed[0], f"goes with training, or behind {context.invoked_subcommand}", values[typed[0]])
         return
     for name in IGNORED:
         if values.pop(name) is not None:
@@ -134,6 +136,7 @@ OPTIONS = {*flags.FIELDS, *(name for command in COMMANDS for name in inspect.sig
 def build_app() -> typer.Typer:
     app = typer.Typer(
         add_completion=False,
+        pretty_exceptions_enable=False,
         context_settings={"token_normalize_func": lambda token: token.replace("-", "_")},
     )
     parameters = [
@@ -154,7 +157,8 @@ def build_app() -> typer.Typer:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; every mistake of the user's is one line and exit code 2."""
     try:
-        return build_app()(args=list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False) or 0
+        code = build_app()(args=list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False) or 0
+        return fail("stopped by Ctrl-C", 130) if code == 130 else code  # Typer's word for it
     except BadOption as error:
         return fail(f"--{error}" if error.option in OPTIONS else str(error))
     except Halt as halt:

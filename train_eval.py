@@ -23,7 +23,8 @@ import checkpoint
 from batches import MIX, Batch, Batches, mixed
 from classifiers import Head, metrics
 from config import Config
-from utils import Halt, Log, Stop, mix
+from progress import Log, Stop
+from utils import Halt, mix
 
 
 class Classifier(nn.Module):
@@ -239,7 +240,8 @@ class State:
             "scaler": self.scaler.state_dict(),
             "random": random_facts,
         }
-        checkpoint.save(folder, groups, {**self.model.facts, "epoch": self.place.epoch, "training": training})
+        facts = {**self.model.facts, "epoch": self.place.epoch, "seconds": self.place.seconds, "training": training}
+        checkpoint.save(folder, groups, facts)
 
     def save_weights(self, folder: Path, scores: dict[str, float] | None) -> None:
         """The weights that were evaluated, and how they did."""

@@ -9,16 +9,13 @@ import ast
 import contextlib
 import ctypes
 import difflib
-import importlib.util
 import inspect
-import json
 import os
 import platform
 import random
-import signal
 import subprocess
 import sys
-import threading
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,23 +146,46 @@ class Registry(Generic[T]):
 
 
 def options_of(part: Callable[..., Any]) -> dict[str, Any]:
-    """The keyword-only options of a part and their defaults, read from its signature (and its bases', through **options)."""
-    found: dict[str, Any] = {}
+    """The keyword-only options of a part and their defaults."""
+    return {name: parameter.default for name, parameter in _parameters(part).items()}
+
+
+def _parameters(part: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Read from the signature of a part, and of its bases through **options."""
+    found: dict[str, inspect.Parameter] = {}
     owners = [vars(c)["__init__"] for c in part.__mro__ if "__init__" in vars(c)] if inspect.isclass(part) else [part]
     for owner in owners:
         parameters = inspect.signature(owner).parameters.values()
-        found |= {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in found}
+        found |= {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in found}
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
     return found
 
 
 def check_options(name: str, part: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Every option must be one that the part has."""
-    known = options_of(part)
-    for option in options:
+    """Every option must be one that the part has, and of the type that it is annotated with, where that is a plain one."""
+    known = _parameters(part)
+    for option, value in options.items():
         if option not in known:
             raise BadOption(name, f"has no option {option!r}{nearest(option, known)}; it has {', '.join(known) or 'none'}")
+        hint = known[option].annotation
+        words = {w.strip() for w in (hint if isinstance(hint, str) else getattr(hint, "__name__", "")).split("|")}
+        if value is None and "None" in words:
+            continue
+        if words - {"None"} <= set(PLAIN) and not any(_is_a(value, word) for word in words - {"None"}):
+            raise BadOption(option, f"must be {' or '.join(PLAIN[word] for word in sorted(words - {'None'}))}", value)
+        if any(word.startswith("Callable") for word in words) and not callable(value):
+            raise BadOption(option, "takes a function, from Python only", value)
+
+
+PLAIN = {"int": "a whole number", "float": "a number", "bool": "True or False", "str": "text"}
+
+
+def _is_a(value: Any, word: str) -> bool:
+    if isinstance(value, bool):
+        return word == "bool"
+    kinds: dict[str, Any] = {"int": int, "float": (int, float), "bool": bool, "str": str}
+    return isinstance(value, kinds[word])
 
 
 def first_line(part: Any) -> str:
@@ -227,6 +247,35 @@ def keep_memory() -> None:
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
+# ---------------------------------------------------------------- files
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """A temporary name in the same folder, fsync, replace, fsync the folder: never half a file under the real name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
 # ---------------------------------------------------------------- where and with what a run was made
 
 
@@ -258,154 +307,3 @@ def git_state() -> dict[str, Any] | None:
 def say(message: str) -> None:
     """What was chosen, and why: one line on standard error."""
     print(message, file=sys.stderr, flush=True)
-
-
-# ---------------------------------------------------------------- a run while it runs
-
-
-class Stop:
-    """SIGTERM and Ctrl-C set a flag, so that the step at hand is finished and saved; a second one stops at once."""
-
-    def __init__(self) -> None:
-        self.signal = 0
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Stop:
-        if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
-            self._before = {s: signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: object) -> None:
-        if self.signal:
-            raise KeyboardInterrupt
-        self.signal = number
-        say(f"{self.name}: finishing this step, then saving (once more stops at once)")
-
-    @property
-    def name(self) -> str:
-        return "Ctrl-C" if self.signal == signal.SIGINT else signal.Signals(self.signal).name
-
-    @property
-    def exit_code(self) -> int:
-        return 128 + self.signal
-
-
-class Tracker:
-    """Where metrics go besides metrics.jsonl. This one goes nowhere; the others have the same two methods."""
-
-    package = ""
-
-    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        pass
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-
-class TensorBoard(Tracker):
-    package = "tensorboard"
-
-    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.writer = SummaryWriter(str(folder))
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        for name, value in values.items():
-            self.writer.add_scalar(name, value, step)
-
-    def finish(self) -> None:
-        self.writer.close()
-
-
-class WandB(Tracker):
-    package = "wandb"
-
-    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        self.run = importlib.import_module(self.package).init(project="neighbor-attention", name=folder.name, config=dict(config))
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        importlib.import_module(self.package).log(dict(values), step=step)
-
-    def finish(self) -> None:
-        importlib.import_module(self.package).finish()
-
-
-class Trackio(WandB):  # trackio has wandb's interface by design
-    package = "trackio"
-
-
-TRACKERS = {"none": Tracker, "tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
-
-
-def check_tracker(name: str) -> None:
-    package = TRACKERS[name].package
-    if package and importlib.util.find_spec(package) is None:
-        raise BadOption("tracker", f"needs an optional package: pip install {package}", name)
-
-
-class Log:
-    """One line an epoch in metrics.jsonl and in a log; on a terminal, a bar with loss, images a second and time left."""
-
-    def __init__(self, folder: Path, tracker: Tracker, *, epochs: int, batches: int, start: int = 0) -> None:
-        self.path, self.tracker, self.epochs, self.batches, self.start = folder / "metrics.jsonl", tracker, epochs, batches, start
-        self.bar: Any = None
-        self.best = ""
-
-    def __enter__(self) -> Log:
-        lines = self.path.read_text().splitlines() if self.path.exists() else []
-        # A kill can fall between an epoch's line and its checkpoint: that epoch is trained, and written, again.
-        self.path.write_text("".join(line + "\n" for line in lines[: self.start]))
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-            columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"), TimeRemainingColumn()
-            self.bar = Progress(*columns, console=Console(stderr=True))
-            self.task = self.bar.add_task("training", total=self.epochs * self.batches, completed=self.start * self.batches)
-            self.bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.bar:
-            self.bar.stop()
-        self.tracker.finish()
-
-    def step(self, epoch: int, batch: int, losses: Mapping[str, float], speed: float) -> None:
-        if self.bar:
-            text = f"epoch {epoch + 1}/{self.epochs}  loss {sum(losses.values()):.4f}  {speed:,.0f} img/s{self.best}"
-            self.bar.update(self.task, completed=epoch * self.batches + batch, description=text)
-
-    def epoch(self, line: Mapping[str, Any], better: bool) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-        self.tracker.log(flat(line), line["epoch"])
-        val = line["val"]
-        accuracy = f"  val accuracy {val['accuracy']:.2%}  nll {val['nll']:.4f}" if val else ""
-        if better:
-            self.best = f"  best val {val['accuracy']:.2%}" if val else ""
-        if not self.bar:
-            loss = sum(line["train"].values())
-            say(
-                f"epoch {line['epoch']:3d}/{self.epochs}  loss {loss:.4f}{accuracy}{' *' if better and val else ''}  "
-                f"lr {line['lr']:.2g}  {line['images_per_second']:,.0f} img/s  {line['seconds']:.1f} s"
-            )
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """{"val": {"nll": 1}} as {"val/nll": 1}."""
-    found: dict[str, float] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float):
-            found[prefix + name] = value
-    return found

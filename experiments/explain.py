@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import checkpoint
 import config as flags
 import dataset
+from batches import eight_bit
 from config import Config
 from experiments import pictures, run
 from experiments.folder import check_writable
@@ -112,7 +113,7 @@ def _read_file(data: dataset.Data, path: str) -> np.ndarray:
         raise BadOption("image", f"must be a row of the test split: no image file has {channels} channels", path)
     try:
         with Image.open(path) as file:
-            image = ImageOps.fit(file.convert(modes[channels]), (width, height), Image.Resampling.BILINEAR)
+            image = ImageOps.fit(eight_bit(file).convert(modes[channels]), (width, height), Image.Resampling.BILINEAR)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # what Pillow raises for a damaged file
         raise BadOption("image", f"must be an image file that can be read ({type(error).__name__})", path) from None
     return np.asarray(image).reshape(1, height, width, channels).transpose(0, 3, 1, 2).copy()  # (1, C, H, W)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from config import Config
@@ -28,18 +31,39 @@ def check_writable(folder: Path) -> None:
         raise BadOption("output_dir", f"must be a directory that can be written ({there} can't)", str(folder))
 
 
-def open_folder(config: Config, overwrite: bool) -> Path:
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[Path]:
+    """One process writes a run; the lock goes with the process, however it ends."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BadOption("output_dir", "is being written by another process", str(folder)) from None
+        except OSError:  # a file system without locks
+            pass
+        yield folder
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def new_folder(config: Config, overwrite: bool) -> Iterator[Path]:
+    """The directory of a run that begins, made and locked."""
     if config.output_dir:
         folder = Path(config.output_dir)
     else:
-        words = f"{time.strftime('%Y%m%d-%H%M%S')}-{config.dataset}-{config.layer}"
+        prefix, colon, path = config.dataset.partition(":")
+        data = f"{prefix}-{Path(path).name}" if colon else prefix
+        words = f"{time.strftime('%Y%m%d-%H%M%S')}-{data}-{config.layer or config.model}"
         base = Path("runs") / re.sub(r"[^0-9A-Za-z.=,-]+", "_", words).strip("_")[:100]
         folder = next(f for n in range(1, 10_000) if not (f := base if n == 1 else Path(f"{base}-{n}")).exists())
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BadOption("output_dir", f"must be a directory that can be written ({error.strerror})", str(folder)) from None
-    if overwrite:  # what an earlier run left must not be taken for this one's
-        for stale in [folder / RESULTS, folder / "metrics.jsonl", *(folder / "checkpoints").glob("*/*")]:
-            stale.unlink(missing_ok=True)
-    return folder
+    with locked(folder):
+        if overwrite:  # what an earlier run left must not be taken for this one's
+            for stale in [folder / RESULTS, folder / "metrics.jsonl", *(folder / "checkpoints").glob("*/*")]:
+                stale.unlink(missing_ok=True)
+        yield folder

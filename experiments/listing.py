@@ -12,7 +12,7 @@ from torch import nn
 import layers
 from classifiers import HEADS
 from dataset import DATASETS, PREFIXES
-from experiments.run import load_plugin
+from experiments.plugin import load_plugin
 from layers.base import TokenMixer
 from models import MODELS, ModelSpec
 from models.cost import gflops, parameters, rows_per_second

@@ -12,6 +12,7 @@ import checkpoint as checkpoints
 from batches import Batches
 from config import Config
 from experiments.folder import check_writable
+from experiments.plugin import load_plugin
 from experiments.run import (
     Rebuilt,
     batches,
@@ -19,7 +20,6 @@ from experiments.run import (
     choose_device,
     complete,
     load_data,
-    load_plugin,
     rebuild,
     with_published_normalization,
 )

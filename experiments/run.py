@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import os
-import re
 import shlex
 import sys
 from collections.abc import Mapping
@@ -22,10 +20,12 @@ from batches import Batches
 from classifiers import HEADS
 from config import Config
 from experiments import reporting
-from experiments.folder import RESULTS, check_output, check_writable, open_folder
+from experiments.folder import RESULTS, check_output, check_writable, locked, new_folder
+from experiments.plugin import load_plugin
 from models import cost
+from progress import TRACKERS, Log, check_tracker
 from train_eval import Classifier, Diverged, Stopped, evaluate, train
-from utils import TRACKERS, BadOption, Log, check_options, check_tracker, git_state, keep_memory, options_of, say, seed_everything, versions
+from utils import BadOption, Halt, git_state, keep_memory, options_of, say, seed_everything, versions, write_atomically
 
 
 def run(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
@@ -48,6 +48,7 @@ def run(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
 
 
 def begin(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
+    given = with_absolute_paths(given)
     device = choose_device(given.get("device", "auto"))
     check_tracker(given.get("tracker", "none"))
     if given.get("output_dir"):
@@ -57,12 +58,12 @@ def begin(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
     data = with_published_normalization(config, data)
     model = build(config, data, device)
     size = one_row(model, data, config, device)
-    folder = open_folder(config, action.overwrite)
-    (folder / "config.yaml").write_text(flags.to_yaml(config))
-    (folder / "args.txt").write_text(shlex.join(["python", *sys.argv]) + "\n")
-    (folder / "model.txt").write_text(f"{model}\n")
-    say(reporting.describe(config, data, model))
-    return finish(config, data, model, folder, device, size, action)
+    with new_folder(config, action.overwrite) as folder:
+        (folder / "config.yaml").write_text(flags.to_yaml(config))
+        (folder / "args.txt").write_text(shlex.join(["python", *sys.argv]) + "\n")
+        (folder / "model.txt").write_text(f"{model}\n")
+        say(reporting.describe(config, data, model))
+        return finish(config, data, model, folder, device, size, action)
 
 
 def resume(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
@@ -70,29 +71,35 @@ def resume(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
     last = folder / "checkpoints" / "last"
     if not (last / checkpoint.INDEX).exists():
         raise BadOption("resume", f"must be a run that holds {last.relative_to(folder)}/{checkpoint.INDEX}", str(folder))
-    _, facts = checkpoint.load(last, "none")
+    try:
+        _, facts = checkpoint.load(last)  # all of it: what is damaged is found before anything is done
+    except BadOption as error:
+        raise BadOption("resume", error.rule, error.value) from None
     config = merge(facts["config"], given, flags.FREE_IN_RESUME, "resume")
     load_plugin(config.plugin)
     check_tracker(config.tracker)
     done = facts["epoch"]
-    if (folder / RESULTS).exists() and config.num_epochs <= done:
-        raise BadOption("resume", f"names a finished run; to train on, raise --num_epochs above {done}", str(folder))
+    more = config.num_epochs > facts["config"]["num_epochs"] or config.patience > facts["config"]["patience"]
+    if (folder / RESULTS).exists() and not more:
+        raise BadOption("resume", f"names a finished run; to train on, raise --num_epochs above {config.num_epochs}", str(folder))
     if config.num_epochs < done:
         raise BadOption("num_epochs", f"must be at least the {done} epochs that the run has", config.num_epochs)
     device = choose_device(config.device)
     if facts["threads"] != torch.get_num_threads():
         say(f"threads: {torch.get_num_threads()}, the run had {facts['threads']}; the numbers will differ in their last digits")
     data = load_data(dataclasses.asdict(config), facts["fitted"])
-    check_same(data, facts)
+    if data.facts != facts["data"]:
+        raise BadOption("resume", "needs the rows that the run was trained on, and the data set has changed since", str(folder))
     model = build(config, data, device, rebuild=True)
     size = one_row(model, data, config, device)
-    if (folder / RESULTS).exists():  # a run without results did not finish: it goes on, so the old ones get another name
-        os.replace(folder / RESULTS, folder / f"results-epoch{done}.json")
-    (folder / "config.yaml").write_text(flags.to_yaml(config))
-    with (folder / "args.txt").open("a") as file:
-        file.write(shlex.join(["python", *sys.argv]) + "\n")
-    say(f"resume: {folder}, {done} of {config.num_epochs} epochs done")
-    return finish(config, data, model, folder, device, size, action, start=done)
+    with locked(folder):
+        if (folder / RESULTS).exists():  # a run without results did not finish: it goes on, so the old ones get another name
+            os.replace(folder / RESULTS, folder / f"results-epoch{done}.json")
+        write_atomically(folder / "config.yaml", flags.to_yaml(config).encode())
+        with (folder / "args.txt").open("a") as file:
+            file.write(shlex.join(["python", *sys.argv]) + "\n")
+        say(f"resume: {folder}, {done} of {config.num_epochs} epochs done")
+        return finish(config, data, model, folder, device, size, action, start=done)
 
 
 def test(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
@@ -100,8 +107,7 @@ def test(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
     if not action.checkpoint:
         raise BadOption("test_only", "needs --checkpoint RUN")
     source = checkpoint.find(action.checkpoint)
-    where = Path(action.checkpoint) if source.parent.parent == Path(action.checkpoint) else source
-    where = Path(given["output_dir"]) if given.get("output_dir") else where
+    where = Path(given.get("output_dir") or source)  # never a run's own results: those are of what it was trained for
     check_writable(where)
     config, data, model, device, facts = rebuild(action.checkpoint, given)
     size = one_row(model, data, config, device)
@@ -132,7 +138,11 @@ def rebuild(path: str, given: Mapping[str, Any]) -> Rebuilt:
     data = load_data(dataclasses.asdict(config), facts["fitted"])
     check_same(data, facts)
     model = build(config, data, device, rebuild=True)
-    model.load_state_dict(tensors.get("ema", tensors["model"]))
+    try:
+        model.load_state_dict(tensors.get("ema", tensors["model"]))
+    except RuntimeError as error:  # a plugin that was edited since
+        reason = " ".join(str(error).split())[:120]
+        raise BadOption("checkpoint", f"does not fit the model that its configuration builds ({reason})", path) from None
     return Rebuilt(config, data, model, device, facts)
 
 
@@ -161,6 +171,8 @@ def finish(
         last = folder / "checkpoints" / "last"
         kept = f"the last good checkpoint is {last}" if last.exists() else "no epoch was finished, so there is no checkpoint"
         raise Diverged(f"error: {error}; {kept}", 1) from None
+    except OSError as error:  # a full disk, a drive that went away: what was saved before is whole
+        raise Halt(f"error: {folder} can't be written ({error.strerror or error}). {again}", 1) from None
     if place.epoch < config.num_epochs:
         say(f"patience: no better validation accuracy in {place.stale} epochs, stopped after epoch {place.epoch}")
     tensors, _ = checkpoint.load(folder / "checkpoints" / "best", "model")
@@ -185,23 +197,36 @@ def complete(given: Mapping[str, Any], data: dataset.Data) -> Config:
         config = dataclasses.replace(config, resize=default_size(config.model))
         if config.resize:
             say(f"resize: {config.resize} (the input size of {config.model})")
+    config = without_unused(config, given, data)
     if data.val is None:
-        for option in ("patience", "scheduler"):
-            if getattr(config, option) in ("plateau", *range(1, config.patience + 1)):
-                raise BadOption(option, "needs validation rows (--val_fraction above 0)", getattr(config, option))
+        if config.patience:
+            raise BadOption("patience", "needs validation rows (--val_fraction above 0)", config.patience)
+        if config.scheduler == "plateau":
+            raise BadOption("scheduler", "needs validation rows (--val_fraction above 0)", config.scheduler)
         say(f"validation: no rows (--val_fraction {config.val_fraction}), so the last epoch counts as the best")
     return config
+
+
+SIZES = ("patch_size", "num_layers", "num_heads", "d_hidden", "d_mlp")  # a timm model has its own
+
+
+def without_unused(config: Config, given: Mapping[str, Any], data: dataset.Data) -> Config:
+    """Options that this model or these rows do not use are unset, so that no record claims them, and named if they were asked for."""
+    off: dict[str, Any] = dict.fromkeys(SIZES) if config.model.startswith("timm/") else {}
+    if data.kind == "table":
+        off |= {"noise": 0.0, "augment": False, "resize": 0, "cutmix_alpha": 0.0}
+    if config.model == "mlp":
+        off |= dict.fromkeys(("layer", "patch_size", "num_heads", "attention_dropout", *flags.LAYER_OPTIONS))
+    if named := [f"--{name}" for name in off if name in given and given[name] != off[name]]:
+        say(f"unused by {config.model} on {data.kind} rows: {', '.join(named)}")
+    return dataclasses.replace(config, **off)
 
 
 def build(config: Config, data: dataset.Data, device: torch.device, rebuild: bool = False) -> Classifier:
     """Seeds, then builds backbone and head. `rebuild`: weights come from a checkpoint, not from --pretrained."""
     seed_everything(config.seed, config.deterministic)
-    spec = models.ModelSpec(
-        name=config.model,
-        shape=input_shape(config, data),
-        num_classes=data.num_classes,
+    chosen: dict[str, Any] = dict(
         layer=config.layer,
-        layer_options={k: v for k in flags.LAYER_OPTIONS if (v := getattr(config, k)) is not None},
         patch_size=config.patch_size,
         depth=config.num_layers,
         dim=config.d_hidden,
@@ -211,11 +236,17 @@ def build(config: Config, data: dataset.Data, device: torch.device, rebuild: boo
         attention_dropout=config.attention_dropout,
         pretrained=None if rebuild else config.pretrained,
     )
+    spec = models.ModelSpec(
+        name=config.model,
+        shape=input_shape(config, data),
+        num_classes=data.num_classes,
+        layer_options={k: v for k in flags.LAYER_OPTIONS if (v := getattr(config, k)) is not None},
+        **{k: v for k, v in chosen.items() if v is not None},
+    )
     backbone: Any = models.build(spec)
     head_class = HEADS[config.head]
     known = options_of(head_class)
     options = {k: v for k, v in dataclasses.asdict(config).items() if k in known}
-    check_options(config.head, head_class, options)
     head = head_class(backbone.num_features, data.num_classes, **options)
     if start := getattr(backbone, "classifier_weights", None):
         start_from(head, start)
@@ -319,16 +350,31 @@ def with_published_normalization(config: Config, data: dataset.Data) -> dataset.
 
 def merge(saved: dict[str, Any], given: Mapping[str, Any], free: frozenset[str], flag: str) -> Config:
     """A saved configuration with those of its options changed that may change."""
+    if strange := [name for name in saved if name not in flags.FIELDS]:
+        raise BadOption(flag, f"was written by a version with other options ({', '.join(strange)})")
+    config = Config(**saved)  # an option newer than the checkpoint has its default
     for name, value in given.items():
-        if name not in free and value != saved[name]:
-            raise BadOption(name, f"contradicts --{flag}, which has {saved[name]}", value)
-    return Config(**{**saved, **{k: v for k, v in given.items() if k in free}})
+        if name not in free and value != getattr(config, name):
+            raise BadOption(name, f"contradicts --{flag}, which has {getattr(config, name)}", value)
+    return dataclasses.replace(config, **{k: v for k, v in given.items() if k in free})
+
+
+def with_absolute_paths(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Files as the run will find them again, wherever it is resumed from."""
+    paths = {name: str(Path(given[name]).resolve()) for name in ("data_path", "plugin") if given.get(name)}
+    for name in ("dataset", "label_noise"):
+        prefix, colon, path = str(given.get(name) or "").partition(":") if name == "dataset" else ("", "", str(given.get(name) or ""))
+        if (colon and prefix in dataset.PREFIXES and path) or ".npz" in path:
+            paths[name] = f"{prefix}{colon}{Path(path).resolve()}"
+    return {**given, **paths}
 
 
 def check_same(data: dataset.Data, facts: Mapping[str, Any]) -> None:
     """The data set must fit a model that exists."""
     if data.num_classes != len(facts["classes"]):
         raise BadOption("checkpoint", f"is for {len(facts['classes'])} classes, and {data.name} has {data.num_classes}")
+    if list(data.classes) != facts["classes"]:
+        say(f"classes: matched by number; the checkpoint has {facts['classes'][:3]} ..., {data.name} has {list(data.classes[:3])} ...")
     if list(data.shape) != facts["shape"] and (len(data.shape) != 3 or data.shape[0] != facts["shape"][0] or not facts["config"]["resize"]):
         raise BadOption("checkpoint", f"is for rows of shape {tuple(facts['shape'])}, and {data.name} has {data.shape}")
 
@@ -342,36 +388,3 @@ def choose_device(name: str) -> torch.device:
     if not there[name]:
         raise BadOption("device", f"must be one that is here (no {name.upper()} device found)", name)
     return torch.device(name)
-
-
-def load_plugin(path: str | None) -> None:
-    """Imports a user's file, once, so that what it registers works by name."""
-    if not path:
-        return
-    file = Path(path).resolve()
-    name = f"plugin_{re.sub(r'[^0-9A-Za-z]', '_', str(file))}"
-    if name in sys.modules:
-        return
-    if not file.is_file():
-        raise BadOption("plugin", "must be a Python file that exists", path)
-    specification = importlib.util.spec_from_file_location(name, file)
-    if specification is None or specification.loader is None:
-        raise BadOption("plugin", "must be a Python file (.py)", path)
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[name] = module
-    try:
-        specification.loader.exec_module(module)
-    except BadOption:
-        raise
-    except Exception as error:
-        del sys.modules[name]
-        line = next((f.tb_lineno for f in _frames(error) if f.tb_frame.f_code.co_filename == str(file)), 0)
-        raise BadOption("plugin", f"could not be imported ({type(error).__name__}: {error}, line {line})", path) from None
-
-
-def _frames(error: BaseException) -> list[Any]:
-    frames, frame = [], error.__traceback__
-    while frame:
-        frames.append(frame)
-        frame = frame.tb_next
-    return frames[::-1]

@@ -34,6 +34,9 @@ class TokenMixer(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
+        for option, share in (("dropout", dropout), ("attention_dropout", attention_dropout)):
+            if not 0 <= share < 1:
+                raise BadOption(option, "must be at least 0 and below 1", share)
         self.dim, self.num_heads, self.head_dim = dim, num_heads, head_width(dim, num_heads, head_dim)
         self.scale = self.head_dim**-0.5
         inner = num_heads * self.head_dim

@@ -371,3 +371,17 @@ def test_table_rows_are_mixed_and_never_cut():
     found = mixed(given, 2, 0.0, 1.0, seed=3)
     assert 1 < found.x[0, 0] < 5
     assert found.target.shape == (3, 2)
+
+
+@pytest.mark.parametrize(("low", "high"), [(5_000, 40_000)])
+def test_sixteen_bit_images_keep_their_range(tmp_path, low, high):
+    """Left to Pillow, both would be 255."""
+    from PIL import Image
+
+    from batches import eight_bit
+
+    for value in (low, high):
+        file = tmp_path / f"{value}.png"
+        Image.fromarray(np.full((3, 5), value, np.uint16)).save(file)
+        with Image.open(file) as image:
+            assert np.unique(np.asarray(eight_bit(image).convert("RGB"))).tolist() == [value >> 8]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 import dataclasses
 import math
 
@@ -143,10 +144,12 @@ def test_yaml_repeats_a_run(tmp_path):
     file = tmp_path / "config.yaml"
     config = resolve(
         dict(dataset="fake", layer="A*3,B(K=9, s='x')*3", lr=1e-5, weight_decay=1e-12, label_noise="0.2:asymmetric", seed=2**63 - 1, K=7,
-             softmax_topk_val=False, augment=True, output_dir="runs/a b: #c", noise=1 / 3, ema_decay=0.999),
+             softmax_topk_val=False, augment=True, data_path="runs/a b: #c", noise=1 / 3, ema_decay=0.999),
         shape=CIFAR,
     )  # fmt: skip
     file.write_text(to_yaml(config))
+    assert resolve(read_yaml(str(file)), shape=CIFAR) == config
+    file.write_text(to_yaml(replace(config, output_dir="runs/a")))  # repeated beside the run, not over it
     assert resolve(read_yaml(str(file)), shape=CIFAR) == config
 
 

@@ -58,7 +58,10 @@ def test_digits():
         "test": len(data.test),
         "class_counts": np.bincount(data.train.y).tolist(),
         "label_noise_rate": 0.0,
+        "sha256": load("digits").facts["sha256"],
     }
+    others = [load("digits", seed=1), load("digits", label_noise="0.1"), load("digits", imbalance=0.5), load("digits", val_fraction=0.2)]
+    assert len({d.facts["sha256"] for d in [data, *others]}) == 5  # of rows, labels and their split
 
 
 @pytest.mark.parametrize(("name", "rows", "features"), [("iris", 150, 4), ("wine", 178, 13)])
@@ -85,9 +88,9 @@ def test_fake():
     ("name", "rule"),
     [
         ("fake(train=0)", "dataset takes whole numbers of at least 1 in fake(train=...), got 0"),
-        ("fake(size='big')", "dataset takes whole numbers of at least 1 in fake(size=...), got 'big'"),
-        ("fake(size=2.5)", "dataset takes whole numbers of at least 1 in fake(size=...), got 2.5"),
-        ("fake(train=True)", "dataset takes whole numbers of at least 1 in fake(train=...), got True"),
+        ("fake(size='big')", "size must be a whole number, got 'big'"),
+        ("fake(size=2.5)", "size must be a whole number, got 2.5"),
+        ("fake(train=True)", "train must be a whole number, got True"),
         ("fake(classes=1)", "dataset needs at least two classes (1 found)"),
         ("fake(train=1)", "dataset must leave at least 2 training rows after the splits (1 left)"),
         ("fake(sizes=3)", "fake has no option 'sizes' (did you mean 'size'?); it has train, test, size, channels, classes"),

@@ -71,7 +71,7 @@ def trained(here: Path, capsys: pytest.CaptureFixture[str]) -> Path:
         ("--model mlp", "--model must be one for images"),
         ("--dataset digit", r"--dataset must be one of .*\(did you mean 'digits'\?\), got 'digit'"),
         ("--dataset iris --model vit", "--model must be one for table rows"),
-        ("--dataset npz:none.npz", r"--dataset must be a file that can be read \(No such file or directory\), got 'none.npz'"),
+        ("--dataset npz:none.npz", r"--dataset must be a file that can be read \(No such file or directory\), got '.*none.npz'"),
         ("--dataset folder:none", "--dataset must hold CLASS/"),
         ("--dataset fake(sizes=3)", "fake has no option 'sizes' \\(did you mean 'size'\\?\\)"),
         ("--label_noise 2", r"--label_noise must read RATE\[:symmetric\|asymmetric\]"),
@@ -91,6 +91,12 @@ def trained(here: Path, capsys: pytest.CaptureFixture[str]) -> Path:
         ("--K 0", "--K must be at least 1, got 0"),
         ("--tracker wandb", "--tracker needs an optional package: pip install wandb"),
         ("nonsense", "No such command"),
+        ("--lr 3 list", "--lr goes with training, or behind list, got '3'"),
+        ("--layer Attention(qkv_bias='x')", "qkv_bias must be True or False, got 'x'"),
+        ("--layer Attention(dropout=2)", "dropout must be at least 0 and below 1, got 2"),
+        ("--layer Attention(qk_norm=3)", "qk_norm takes a function"),
+        ("--layer ConvNNAttention(K='9')", "K must be a whole number, got '9'"),
+        ("--layer ConvNNAttention(softmax_topk_val='no')", "softmax_topk_val must be True or False, got 'no'"),
     ],
 )
 def test_bad_flags(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -216,6 +216,9 @@ def test_test_only_writes_beside_the_checkpoint(tmp_path: Path) -> None:
     tested = run({}, Action(test_only=True, checkpoint=str(out / "checkpoints" / "last")))
     assert (out / "results.json").read_bytes() == before
     assert json.loads((out / "checkpoints" / "last" / "results.json").read_text())["test"] == tested["test"] == trained["test"]
+    by_run = run({"noise": 0.5}, Action(test_only=True, checkpoint=str(out)))  # never into the run's own results
+    assert (out / "results.json").read_bytes() == before
+    assert json.loads((out / "checkpoints" / "best" / "results.json").read_text())["test"] == by_run["test"]
     elsewhere = run({"output_dir": str(tmp_path / "else"), "batch_size": 7}, Action(test_only=True, checkpoint=str(out)))
     assert elsewhere["test"]["accuracy"] == trained["test"]["accuracy"]
     assert (tmp_path / "else" / "results.json").exists()
@@ -244,6 +247,64 @@ def test_a_finished_run_trains_on_with_more_epochs(tmp_path: Path) -> None:
     assert (tmp_path / "parts" / "results-epoch2.json").exists()
     first, second = everything(tmp_path / "whole"), everything(tmp_path / "parts")
     assert [k for k in first if first[k] != second[k]] == []
+
+
+def test_resume_wants_the_rows_it_was_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The data may have moved, and the working directory too; it may not have changed."""
+    rng = np.random.default_rng(0)
+    lines = ["a,b,kind", *(f"{rng.normal()},{rng.normal()},{'xy'[i % 2]}" for i in range(60))]
+    (tmp_path / "rows.csv").write_text("\n".join(lines))
+    monkeypatch.chdir(tmp_path)
+    wanted = {"dataset": "csv:rows.csv:kind", "num_epochs": 2, "d_hidden": 6, "d_mlp": 7, "output_dir": "run"}
+    with pytest.raises(Stopped):
+        run(wanted, Action(stop_after=1))
+    (tmp_path / "far").mkdir()
+    monkeypatch.chdir(tmp_path / "far")
+    (tmp_path / "moved.csv").write_text("\n".join(lines[:1] + lines[:0:-1]))
+    with pytest.raises(BadOption, match="resume needs the rows that the run was trained on"):
+        run({"dataset": "csv:../moved.csv:kind"}, Action(resume="../run"))
+    with pytest.raises(BadOption, match="output_dir contradicts --resume"):
+        run({"output_dir": "else"}, Action(resume="../run"))
+    results = run({}, Action(resume="../run"))
+    assert results["epoch"] in (1, 2)
+
+
+def test_one_process_a_directory(tmp_path: Path) -> None:
+    from experiments.folder import locked
+
+    out = str(tmp_path / "run")
+    with pytest.raises(Stopped):
+        run({**TINY, "output_dir": out}, Action(stop_after=1))
+    with locked(tmp_path / "run"), pytest.raises(BadOption, match="is being written by another process"):
+        run({}, Action(resume=out))
+    run({}, Action(resume=out))
+
+
+def test_what_a_model_does_not_use_is_not_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = {"dataset": "iris", "num_epochs": 1, "layer": "Nope", "K": 9, "noise": 0.5, "output_dir": str(tmp_path / "table")}
+    config = run(table, Action())["config"]
+    assert (config["layer"], config["K"], config["noise"]) == (None, None, 0.0)
+    assert "unused by mlp on table rows: --noise, --layer, --K" in capsys.readouterr().err
+    small = {"dataset": "fake(train=24, test=8, size=32, classes=3)", "num_epochs": 1, "batch_size": 8, "resize": 32}
+    config = run({**small, "model": "timm/test_vit", "num_layers": 99, "output_dir": str(tmp_path / "timm")}, Action())["config"]
+    assert (config["num_layers"], config["d_hidden"]) == (None, None)
+    assert "unused by timm/test_vit on image rows: --num_layers" in capsys.readouterr().err
+
+
+def test_checkpoints_of_another_version(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run({**TINY, "num_epochs": 1, "output_dir": str(out)}, Action())
+    best = out / "checkpoints" / "best"
+    tensors, facts = checkpoint.load(best)
+    missing = {k: v for k, v in facts["config"].items() if k != "imbalance"}
+    checkpoint.save(best, tensors, {**facts, "config": missing})
+    assert run({}, Action(test_only=True, checkpoint=str(out)))["config"]["imbalance"] == 1.0
+    checkpoint.save(best, tensors, {**facts, "config": {**missing, "new_option": 1}})
+    with pytest.raises(BadOption, match=r"was written by a version with other options \(new_option\)"):
+        run({}, Action(test_only=True, checkpoint=str(out)))
+    checkpoint.save(best, {"model": dict(list(tensors["model"].items())[1:])}, facts)
+    with pytest.raises(BadOption, match="does not fit the model that its configuration builds"):
+        run({}, Action(test_only=True, checkpoint=str(out)))
 
 
 def test_divergence_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from batches import Batch, Batches
 from classifiers import Head, LinearHead, metrics
 from config import Config, resolve
 from dataset import Data, Split
+from progress import Log, Tracker
 from train_eval import Classifier, Diverged, Place, Schedule, State, Stopped, better_than, evaluate, grouped, make_optimizer, train
-from utils import Log, Tracker
 
 CPU = torch.device("cpu")
 FEATURES, CLASSES = 5, 3

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import progress
 import utils
 from utils import BadOption, Call, Registry, check_options, mix, nearest, options_of, parse_call, parse_pattern, uniforms
 
@@ -240,7 +241,7 @@ def test_seed_everything_switches_determinism_on_and_off():
 
 def test_stop_notes_a_signal_and_gives_the_handlers_back():
     before = signal.getsignal(signal.SIGTERM)
-    with utils.Stop() as stop:
+    with progress.Stop() as stop:
         assert stop.signal == 0
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.signal == signal.SIGTERM
@@ -254,7 +255,7 @@ def test_the_log_drops_lines_that_no_checkpoint_has(tmp_path):
     """A kill between an epoch's line and its checkpoint: on resuming, that epoch is written again."""
     line = {"lr": 0.1, "train": {"loss": 2.0}, "grad_norm": 1.0, "images_per_second": 3.0, "seconds": 1.0}
     for start, epochs in ((0, (1, 2, 3)), (2, (3, 4))):
-        with utils.Log(tmp_path, utils.Tracker(tmp_path, {}), epochs=4, batches=5, start=start) as log:
+        with progress.Log(tmp_path, progress.Tracker(tmp_path, {}), epochs=4, batches=5, start=start) as log:
             for epoch in epochs:
                 log.epoch({"epoch": epoch, **line, "val": {"accuracy": 0.5, "nll": float(start)}}, True)
     written = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -262,7 +263,7 @@ def test_the_log_drops_lines_that_no_checkpoint_has(tmp_path):
 
 
 def test_flat():
-    assert utils.flat({"val": {"nll": 1.5, "deep": {"er": 2}}, "epoch": 3, "none": None, "text": "x"}) == {
+    assert progress.flat({"val": {"nll": 1.5, "deep": {"er": 2}}, "epoch": 3, "none": None, "text": "x"}) == {
         "val/nll": 1.5,
         "val/deep/er": 2,
         "epoch": 3,
@@ -270,11 +271,11 @@ def test_flat():
 
 
 def test_a_tracker_that_is_not_installed_says_how_to_get_it(monkeypatch):
-    utils.check_tracker("none")
+    progress.check_tracker("none")
 
-    class Absent(utils.Tracker):
+    class Absent(progress.Tracker):
         package = "no_such_package_7"
 
-    monkeypatch.setitem(utils.TRACKERS, "absent", Absent)
+    monkeypatch.setitem(progress.TRACKERS, "absent", Absent)
     with pytest.raises(BadOption, match=r"^tracker needs an optional package: pip install no_such_package_7, got 'absent'$"):
-        utils.check_tracker("absent")
+        progress.check_tracker("absent")

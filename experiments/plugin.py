@@ -1,0 +1,47 @@
+"""A user's own file, imported so that what it registers works by name."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from utils import BadOption
+
+
+def load_plugin(path: str | None) -> None:
+    """Imports a user's file, once, so that what it registers works by name."""
+    if not path:
+        return
+    file = Path(path).resolve()
+    name = f"plugin_{re.sub(r'[^0-9A-Za-z]', '_', str(file))}"
+    if name in sys.modules:
+        return
+    if not file.is_file():
+        raise BadOption("plugin", "must be a Python file that exists", path)
+    specification = importlib.util.spec_from_file_location(name, file)
+    if specification is None or specification.loader is None:
+        raise BadOption("plugin", "must be a Python file (.py)", path)
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[name] = module
+    try:
+        specification.loader.exec_module(module)
+    except BadOption:
+        raise
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit too
+        del sys.modules[name]
+        in_file = (f.tb_lineno for f in _frames(error) if f.tb_frame.f_code.co_filename == str(file))
+        line = getattr(error, "lineno", None) or next(in_file, 0)
+        raise BadOption("plugin", f"could not be imported ({type(error).__name__}: {error}, line {line})", path) from None
+
+
+def _frames(error: BaseException) -> list[Any]:
+    frames, frame = [], error.__traceback__
+    while frame:
+        frames.append(frame)
+        frame = frame.tb_next
+    return frames[::-1]

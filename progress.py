@@ -1,0 +1,162 @@
+"""A run while it runs: stopping it, following it on a terminal and on disk."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from utils import BadOption, say, write_atomically
+
+
+class Stop:
+    """SIGTERM and Ctrl-C set a flag, so that the step at hand is finished and saved; a second one stops at once."""
+
+    def __init__(self) -> None:
+        self.signal = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Stop:
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
+            self._before = {s: signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: object) -> None:
+        if self.signal:
+            raise KeyboardInterrupt
+        self.signal = number
+        say(f"{self.name}: finishing this step, then saving (once more stops at once)")
+
+    @property
+    def name(self) -> str:
+        return "Ctrl-C" if self.signal == signal.SIGINT else signal.Signals(self.signal).name
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + self.signal
+
+
+class Tracker:
+    """Where metrics go besides metrics.jsonl. This one goes nowhere; the others have the same two methods."""
+
+    package = ""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        pass
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+class TensorBoard(Tracker):
+    package = "tensorboard"
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(folder))
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+
+    def finish(self) -> None:
+        self.writer.close()
+
+
+class WandB(Tracker):
+    package = "wandb"
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        self.run = importlib.import_module(self.package).init(project="neighbor-attention", name=folder.name, config=dict(config))
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        importlib.import_module(self.package).log(dict(values), step=step)
+
+    def finish(self) -> None:
+        importlib.import_module(self.package).finish()
+
+
+class Trackio(WandB):  # trackio has wandb's interface by design
+    package = "trackio"
+
+
+TRACKERS = {"none": Tracker, "tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
+
+
+def check_tracker(name: str) -> None:
+    package = TRACKERS[name].package
+    if package and importlib.util.find_spec(package) is None:
+        raise BadOption("tracker", f"needs an optional package: pip install {package}", name)
+
+
+class Log:
+    """One line an epoch in metrics.jsonl and in a log; on a terminal, a bar with loss, images a second and time left."""
+
+    def __init__(self, folder: Path, tracker: Tracker, *, epochs: int, batches: int, start: int = 0) -> None:
+        self.path, self.tracker, self.epochs, self.batches, self.start = folder / "metrics.jsonl", tracker, epochs, batches, start
+        self.bar: Any = None
+        self.best = ""
+
+    def __enter__(self) -> Log:
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        # A kill can fall between an epoch's line and its checkpoint: that epoch is trained, and written, again.
+        write_atomically(self.path, "".join(line + "\n" for line in lines[: self.start]).encode())
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"), TimeRemainingColumn()
+            self.bar = Progress(*columns, console=Console(stderr=True))
+            self.task = self.bar.add_task("training", total=self.epochs * self.batches, completed=self.start * self.batches)
+            self.bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.bar:
+            self.bar.stop()
+        self.tracker.finish()
+
+    def step(self, epoch: int, batch: int, losses: Mapping[str, float], speed: float) -> None:
+        if self.bar:
+            text = f"epoch {epoch + 1}/{self.epochs}  loss {sum(losses.values()):.4f}  {speed:,.0f} img/s{self.best}"
+            self.bar.update(self.task, completed=epoch * self.batches + batch, description=text)
+
+    def epoch(self, line: Mapping[str, Any], better: bool) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+        self.tracker.log(flat(line), line["epoch"])
+        val = line["val"]
+        accuracy = f"  val accuracy {val['accuracy']:.2%}  nll {val['nll']:.4f}" if val else ""
+        if better:
+            self.best = f"  best val {val['accuracy']:.2%}" if val else ""
+        if not self.bar:
+            loss = sum(line["train"].values())
+            say(
+                f"epoch {line['epoch']:3d}/{self.epochs}  loss {loss:.4f}{accuracy}{' *' if better and val else ''}  "
+                f"lr {line['lr']:.2g}  {line['images_per_second']:,.0f} img/s  {line['seconds']:.1f} s"
+            )
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """{"val": {"nll": 1}} as {"val/nll": 1}."""
+    found: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float):
+            found[prefix + name] = value
+    return found

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 import dataclasses
 import math
+from dataclasses import replace
 
 import pytest
 

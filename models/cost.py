@@ -10,7 +10,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop_count
+
+_CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # older torch counts it as nothing
+UNCOUNTED = {} if _CPU_ATTENTION in flop_registry else {_CPU_ATTENTION: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v)}
 
 
 def parameters(model: nn.Module) -> int:
@@ -20,7 +23,7 @@ def parameters(model: nn.Module) -> int:
 @torch.no_grad()
 def gflops(model: nn.Module, x: Tensor) -> float:
     """GFLOPs of one forward pass of one row, counted by torch. A multiply and an add are two; top-k and gather count as none."""
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False, custom_mapping=UNCOUNTED) as counter:
         model(x[:1])
     return counter.get_total_flops() / 1e9
 

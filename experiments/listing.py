@@ -16,6 +16,7 @@ from experiments.plugin import load_plugin
 from layers.base import TokenMixer
 from models import MODELS, ModelSpec
 from models.cost import gflops, parameters, rows_per_second
+from sources import read_csv, read_folder, read_npz
 from utils import BadOption, first_line, nearest, options_of
 
 KINDS = ("layers", "models", "heads", "datasets")
@@ -106,8 +107,5 @@ def show_datasets() -> None:
     for name in DATASETS:
         options = ", ".join(f"{k}={v!r}" for k, v in options_of(DATASETS[name]).items())
         print(f"  {name}: {first_line(DATASETS[name])}" + (f"\n    {options}" if options else ""))
-    from dataset import read_folder, read_npz
-    from tables import read_csv
-
     for prefix, reader in (("folder", read_folder), ("npz", read_npz), ("csv", read_csv)):
         print(f"  {PREFIXES[prefix]}: {first_line(reader)}")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dataset import load
-from tables import Encoder, Table, read_adult, read_csv, read_wine_quality
+from sources import Encoder, Table, read_adult, read_csv, read_wine_quality
 from utils import BadOption
 
 

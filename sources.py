@@ -1,4 +1,4 @@
-"""Tables: numbers and categories read from files, encoded with what the training split alone knows."""
+"""What a data set is read from: arrays, image folders and tables; tables are encoded with what the training split alone knows."""
 
 from __future__ import annotations
 
@@ -14,8 +14,28 @@ import numpy as np
 
 from utils import BadOption, nearest
 
+IMAGE_FILES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
 MISSING = frozenset({"", "?", "na", "nan", "null", "none"})
 ADULT_COLUMNS = 15  # the last is the target
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a data set's function returns.
+
+    x: uint8 images (N, H, W) or (N, H, W, C), float rows (N, F), a `Table`, or paths of image files. y: one label a row.
+    Without a test set, a fifth of the rows becomes one. `flip`: does a mirror image keep its class?
+    """
+
+    x_train: Any
+    y_train: Any
+    x_test: Any = None
+    y_test: Any = None
+    x_val: Any = None
+    y_val: Any = None
+    classes: tuple[str, ...] | None = None
+    flip: bool = True
+    confusable: dict[int, int] | None = None  # class to the class it is mistaken for, for asymmetric label noise
 
 
 @dataclass(frozen=True)
@@ -67,6 +87,73 @@ class Encoder:
         numbers = (np.where(np.isfinite(table.numbers), table.numbers, self.mean) - self.mean) / self.std
         onehots = [column[:, None] == np.array(seen)[None] for column, seen in zip(table.categories.T, self.levels, strict=True)]
         return np.concatenate([numbers, *onehots], axis=1, dtype=np.float32)
+
+
+# ---------------------------------------------------------------- arrays and image folders
+
+
+def read_npz(path: str) -> Source:
+    """x_train, y_train, x_test, y_test: uint8 images, or float rows."""
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            missing = [k for k in ("x_train", "y_train", "x_test", "y_test") if k not in archive]
+            if missing:
+                raise BadOption("dataset", f"needs {', '.join(missing)} in the npz", path)
+            arrays = {k: archive[k] for k in ("x_train", "y_train", "x_test", "y_test", "x_val", "y_val") if k in archive}
+    except BadOption:
+        raise
+    except OSError as error:
+        raise BadOption("dataset", f"must be a file that can be read ({error.strerror or error})", path) from None
+    except ValueError as error:
+        rule = "must hold plain arrays, no object arrays" if "Object arrays" in str(error) else "must be an npz file"
+        raise BadOption("dataset", rule, path) from None
+    except Exception as error:  # zipfile and zlib raise a dozen kinds for a damaged archive
+        raise BadOption("dataset", f"must be an undamaged npz file ({type(error).__name__})", path) from None
+    for part in ("train", "test", "val"):
+        if f"x_{part}" in arrays:
+            _check_arrays(arrays[f"x_{part}"], arrays.get(f"y_{part}"), part, path)
+    shapes = {k: v.shape for k, v in arrays.items() if k.startswith("x_")}
+    if len({shape[1:] for shape in shapes.values()}) > 1:
+        raise BadOption("dataset", "needs rows of one shape", ", ".join(f"{k} {shape}" for k, shape in shapes.items()))
+    return Source(**arrays)
+
+
+def _check_arrays(x: np.ndarray, y: np.ndarray | None, part: str, path: str) -> None:
+    if y is None or y.ndim != 1 or len(x) != len(y):
+        raise BadOption("dataset", f"needs one label a row: x_{part} {x.shape}, y_{part} {None if y is None else y.shape}", path)
+    if y.dtype.kind not in "iubU":
+        raise BadOption("dataset", f"needs whole numbers or text as labels, y_{part} is {y.dtype}", path)
+    image = x.dtype == np.uint8 and (x.ndim == 3 or (x.ndim == 4 and x.shape[3] in (1, 2, 3, 4)))
+    if not image and not (x.dtype.kind == "f" and x.ndim == 2):
+        raise BadOption("dataset", f"needs uint8 images (N, H, W[, C]) or float rows (N, F), x_{part} is {x.dtype} {x.shape}", path)
+    if not image and not np.isfinite(x).all():
+        raise BadOption("dataset", f"needs finite numbers, x_{part} has NaN or infinity", path)
+
+
+def read_folder(path: str, option: str = "dataset") -> Source:
+    """ImageFolder layout: PATH/CLASS/*.jpg, or PATH/train, PATH/val and PATH/test with classes in them."""
+    root = Path(path)
+    parts = [p for p in ("train", "val", "test") if (root / p).is_dir()]
+    x, y, classes = _list_images(root / "train" if "train" in parts else root, option)
+    held = {p: _list_images(root / p, option, classes) for p in parts if p != "train"} if "train" in parts else {}
+    x_test, y_test, _ = held.pop("test", None) or held.pop("val", None) or (None, None, ())
+    x_val, y_val, _ = held.pop("val", None) or (None, None, ())
+    return Source(x, y, x_test, y_test, x_val, y_val, classes)
+
+
+def _list_images(root: Path, option: str, classes: tuple[str, ...] | None = None) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
+    found = sorted(p.name for p in root.iterdir() if p.is_dir()) if root.is_dir() else []
+    files = [(str(f), c) for c in found for f in sorted((root / c).rglob("*")) if f.suffix.lower() in IMAGE_FILES]
+    if not files:
+        raise BadOption(option, f"must hold CLASS/*{{{', '.join(IMAGE_FILES)}}} or train/CLASS/ and val/CLASS/", str(root))
+    names = classes or tuple(sorted({c for _, c in files}))
+    if strangers := sorted({c for _, c in files} - set(names)):
+        raise BadOption(option, f"has classes that its train folder lacks: {', '.join(strangers[:5])}", str(root))
+    number = {c: i for i, c in enumerate(names)}
+    return np.array([f for f, _ in files]), np.array([number[c] for _, c in files]), names
+
+
+# ---------------------------------------------------------------- tables
 
 
 def read_csv(path: Path, target: str) -> tuple[Table, np.ndarray]:

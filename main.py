@@ -14,8 +14,8 @@ import typer
 import config as flags
 from utils import BadOption, Halt, say
 
-# Read when torch loads. Threads that wait by spinning for long are a little faster alone and a hundred times slower where
-# another process wants the cores too.
+# Read when torch loads. Threads that wait by spinning for long are a little faster alone, and many times slower where another
+# process wants the cores too.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 IGNORED = ("similarity_type", "aggregation_type")

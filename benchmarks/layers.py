@@ -10,6 +10,7 @@ the machine does slows both. "published" is the same layer's published computati
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from pathlib import Path
 
 if not __package__:  # run as a file: `layers` is the package of the toolkit, not this file
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as main.py has it
 
 import torch
 from torch import Tensor, nn

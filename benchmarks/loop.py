@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as main.py has it
 
 import numpy as np
 import torch
@@ -47,7 +49,7 @@ def training_loop(name: str, repeats: int, **given: Any) -> None:
     ours, bare = build(config, data, CPU), build(config, data, CPU)
     bare_head: Any = bare.head
     state = State(config, ours, len(train_set), CPU)
-    optimizer = torch.optim.AdamW(bare.parameters(), lr=config.lr)
+    optimizer = torch.optim.AdamW(bare.parameters(), lr=config.lr, fused=True)  # as ours is
     ready = list(train_set.epoch(0))  # both sides read these: the pipeline has a benchmark of its own
 
     def epoch_of_ours() -> None:

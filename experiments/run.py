@@ -90,7 +90,7 @@ def resume(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
     data = load_data(dataclasses.asdict(config), facts["fitted"])
     if data.facts != facts["data"]:
         raise BadOption("resume", "needs the rows that the run was trained on, and the data set has changed since", str(folder))
-    model = build(config, data, device, rebuild=True)
+    model = build(config, data, device, trained=True)
     size = one_row(model, data, config, device)
     with locked(folder):
         if (folder / RESULTS).exists():  # a run without results did not finish: it goes on, so the old ones get another name
@@ -137,7 +137,7 @@ def rebuild(path: str, given: Mapping[str, Any]) -> Rebuilt:
     device = choose_device(config.device)
     data = load_data(dataclasses.asdict(config), facts["fitted"])
     check_same(data, facts)
-    model = build(config, data, device, rebuild=True)
+    model = build(config, data, device, trained=True)
     try:
         model.load_state_dict(tensors.get("ema", tensors["model"]))
     except RuntimeError as error:  # a plugin that was edited since
@@ -222,8 +222,8 @@ def without_unused(config: Config, given: Mapping[str, Any], data: dataset.Data)
     return dataclasses.replace(config, **off)
 
 
-def build(config: Config, data: dataset.Data, device: torch.device, rebuild: bool = False) -> Classifier:
-    """Seeds, then builds backbone and head. `rebuild`: weights come from a checkpoint, not from --pretrained."""
+def build(config: Config, data: dataset.Data, device: torch.device, *, trained: bool = False) -> Classifier:
+    """Seeds, then builds backbone and head. `trained`: its weights will come from a checkpoint, not from --pretrained."""
     seed_everything(config.seed, config.deterministic)
     chosen: dict[str, Any] = dict(
         layer=config.layer,
@@ -234,7 +234,7 @@ def build(config: Config, data: dataset.Data, device: torch.device, rebuild: boo
         d_mlp=config.d_mlp,
         dropout=config.dropout,
         attention_dropout=config.attention_dropout,
-        pretrained=None if rebuild else config.pretrained,
+        pretrained=None if trained else config.pretrained,
     )
     spec = models.ModelSpec(
         name=config.model,

@@ -42,7 +42,8 @@ def flag(default: Any, topic: str, text: str, *, rule: Rule | None = None, choic
     return dataclasses.field(default=default, metadata=dict(topic=topic, help=text, rule=rule, choices=tuple(choices), preset=preset))
 
 
-MODEL, LAYER, DATA, TRAIN, SYSTEM, OUTPUT = "Model", "Layer options", "Data", "Training", "System", "Output"
+MODEL, LAYER, HEAD, DATA, TRAIN = "Model", "Layer options", "Neighbor heads", "Data", "Training"
+EVAL, SYSTEM, OUTPUT = "Evaluation", "System", "Output"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ class Config:
 
     model: str = flag(None, MODEL, "vit, mlp (tables), or timm/NAME for any timm model", preset=True)
     layer: str = flag("Attention", MODEL, 'NAME, "NAME(option=value)", or a pattern over depth "A*6,B(K=9)*6"')
-    head: str = flag("linear", MODEL, "classifier on the features")
+    head: str = flag("linear", MODEL, "classifier on the features: linear, knn, attn-knn, linear+knn, linear+attn-knn")
     patch_size: int = flag(None, MODEL, "side of a patch in pixels", rule=at_least(1), preset=True)
     num_layers: int = flag(None, MODEL, "blocks", rule=at_least(1), preset=True)
     num_heads: int = flag(None, MODEL, "attention heads", rule=at_least(1), preset=True)
@@ -60,6 +61,7 @@ class Config:
     dropout: float = flag(None, MODEL, "dropout after projections and in the MLP", rule=share(), preset=True)
     attention_dropout: float = flag(None, MODEL, "dropout on attention weights", rule=share(), preset=True)
     pretrained: str | None = flag(None, MODEL, "hub (timm/NAME's published weights) or FILE.safetensors")
+    freeze_backbone: bool = flag(False, MODEL, "train the head only, on features that are computed once and kept in the run")
 
     K: int | None = flag(None, LAYER, "neighbors a token, or window size", rule=at_least(1))
     convolution_type: str | None = flag(
@@ -77,6 +79,30 @@ class Config:
     sparse_mode: str | None = flag(None, LAYER, "sparse pattern", choices=("all", "local", "strided"))
     sparse_context_window: int | None = flag(None, LAYER, "window or stride of the sparse pattern", rule=at_least(1))
 
+    embed_dim: int | None = flag(None, HEAD, "size of an embedding; 0: the features (default: 256; knn: 0)", rule=at_least(0))
+    vote: str = flag("softmax-cosine", HEAD, "how the neighbors of knn vote: uniform, distance, softmax-cosine")
+    k_train: int = flag(16, HEAD, "neighbors in training", rule=at_least(1))
+    attention_heads: int = flag(4, HEAD, "heads of the attention over neighbors", rule=at_least(1))
+    distance_bias: bool = flag(True, HEAD, "a learned function of the distance in that attention")
+    neighbor_self_attention: bool = flag(False, HEAD, "neighbors read one another first")
+    prototypes: bool = flag(False, HEAD, "neighbors near their class's prototype say more")
+    label_bias: bool = flag(False, HEAD, "a bias by a neighbor's label")
+    values: str = flag("labels", HEAD, "what a neighbor says: its label, or TabR's label + difference", choices=("labels", "tabr"))
+    prior: str = flag("learned", HEAD, "share of the prior: by distance and entropy, or constant", choices=("learned", "constant"))
+    mix_lambda: float | None = flag(None, HEAD, "share of the vote beside linear (default: fitted)", rule=share(open_top=False))
+    index: str = flag("auto", HEAD, "FAISS index: auto, flat, ip, hnsw, ivf, ivfpq, or a factory string")
+    bank_cap: int | None = flag(None, HEAD, "most rows that the bank holds", rule=at_least(1))
+    bank_evict: str = flag("fifo", HEAD, "who leaves a full bank", choices=("fifo", "class-balanced"))
+    memory_update_freq: float = flag(1.0, HEAD, "epochs between refreshes of the bank in training", rule=above(0))
+    neighbor_sample: float = flag(1.0, HEAD, "random share of the bank that a training step sees", rule=PART)
+    contrastive_weight: float = flag(0.5, HEAD, "weight of the supervised contrastive loss", rule=at_least(0))
+    contrastive_form: str = flag("temperature", HEAD, "its form", choices=("temperature", "margin"))
+    contrastive_temperature: float = flag(0.1, HEAD, "its temperature", rule=above(0))
+    contrastive_margin: float = flag(0.5, HEAD, "its margin", rule=at_least(0))
+    hard_negatives: float = flag(0.0, HEAD, "how much near rows of other classes weigh in it", rule=at_least(0))
+    entropy_reg: float = flag(0.0, HEAD, "weight of keeping the attention from resting on few neighbors", rule=at_least(0))
+    views: int = flag(4, HEAD, "augmented views of each row with --freeze_backbone --augment", rule=at_least(1))
+
     dataset: str = flag("digits", DATA, "a name, folder:PATH, npz:FILE or csv:FILE:TARGET")
     data_path: str = flag("./data", DATA, "where data sets are read from and downloaded to")
     resize: int | None = flag(None, DATA, "image side that the model sees (0: as it is)", rule=at_least(0), preset=True)
@@ -91,6 +117,8 @@ class Config:
     optimizer: str = flag("adamw", TRAIN, "optimizer", choices=("adam", "sgd", "adamw"))
     lr: float = flag(None, TRAIN, "peak learning rate", rule=above(0), preset=True)
     lr_backbone: float | None = flag(None, TRAIN, "learning rate of the backbone (default: --lr)", rule=at_least(0))
+    lr_projection: float | None = flag(None, TRAIN, "learning rate of the projection to embeddings (default: --lr)", rule=at_least(0))
+    lr_attention: float | None = flag(None, TRAIN, "learning rate of the attention over neighbors (default: --lr)", rule=at_least(0))
     weight_decay: float = flag(None, TRAIN, "weight decay, on matrices only", rule=at_least(0), preset=True)
     momentum: float = flag(0.9, TRAIN, "momentum of sgd", rule=share())
     scheduler: str = flag(None, TRAIN, "learning rate over time", choices=("step", "cosine", "plateau", "none"), preset=True)
@@ -108,6 +136,16 @@ class Config:
     )
     patience: int = flag(0, TRAIN, "stop after so many epochs without a better validation accuracy; 0 is off", rule=at_least(0))
 
+    k_eval: str | None = flag(None, EVAL, "neighbors in evaluation; of a list the first decides (default: --k_train)")
+    k_ensemble: str | None = flag(None, EVAL, "mean of the votes of several k: 5,10,20")
+    adaptive_k: bool = flag(False, EVAL, "as many neighbors as each query's attention speaks of")
+    calibrate: str | None = flag(
+        None, EVAL, "fit on validation rows what sets confidence (default: head; none for linear)", choices=("none", "head", "temperature")
+    )
+    tta: int = flag(1, EVAL, "views whose probabilities are averaged: identity, flip, random crops", rule=at_least(1))
+    ood: str | None = flag(None, EVAL, "a data set whose test rows should look foreign (AUROC)")
+    compare_votes: bool | None = flag(None, EVAL, "votes beside a head without a bank (default: up to 100,000 training rows)")
+
     device: str = flag("auto", SYSTEM, "where to compute", choices=("auto", "cpu", "cuda", "mps"))
     seed: int = flag(0, SYSTEM, "weights, order, split, augmentation and noise follow from it", rule=SEED)
     deterministic: bool = flag(False, SYSTEM, "same numbers on every run with the same thread count; errors where torch can't")
@@ -115,6 +153,7 @@ class Config:
     use_amp: bool = flag(False, SYSTEM, "bf16 autocast (fp16 with loss scaling on GPUs without bf16)")
     use_compiled: bool = flag(False, SYSTEM, "torch.compile the backbone")
     compile_mode: str = flag("default", SYSTEM, "mode of torch.compile", choices=("default", "reduce-overhead", "max-autotune"))
+    feature_cache: str | None = flag(None, SYSTEM, "where --freeze_backbone keeps features, for many runs (default: in the run)")
     plugin: str | None = flag(None, SYSTEM, "FILE.py of your own layers, heads, models and data sets, imported first")
 
     output_dir: str | None = flag(None, OUTPUT, "directory of the run (default: runs/DATE-DATASET-LAYER)")
@@ -134,13 +173,16 @@ class Action:
 
 
 FIELDS = {f.name: f for owner in (Config, Action) for f in dataclasses.fields(owner)}
-LAYER_OPTIONS = tuple(f.name for f in dataclasses.fields(Config) if f.metadata["topic"] == LAYER)
+LAYER_OPTIONS, NEIGHBOR_OPTIONS = (
+    tuple(f.name for f in dataclasses.fields(Config) if f.metadata["topic"] == topic) for topic in (LAYER, HEAD)
+)
 SHARED_OPTIONS = ("dropout", "attention_dropout")  # of the model and of its layers
 
 # What may differ between a checkpoint and its evaluation, or a run and its continuation, without changing what the run is.
-PLACE = frozenset({"data_path", "device", "workers", "use_compiled", "compile_mode", "tracker", "output_dir", "plugin"})
-FREE_IN_TEST = PLACE | {"dataset", "batch_size", "noise", "use_amp", "deterministic"}
-FREE_IN_RESUME = PLACE - {"output_dir"} | {"num_epochs", "patience", "dataset", "label_noise"}  # the rows are compared
+PLACE = frozenset({"feature_cache", "data_path", "device", "workers", "use_compiled", "compile_mode", "tracker", "output_dir", "plugin"})
+EVALUATION = frozenset({"k_eval", "k_ensemble", "adaptive_k", "calibrate", "tta", "ood", "compare_votes"})
+FREE_IN_TEST = PLACE | EVALUATION | {"dataset", "batch_size", "noise", "use_amp", "deterministic"}
+FREE_IN_RESUME = PLACE - {"output_dir"} | EVALUATION | {"num_epochs", "patience", "dataset", "label_noise"}  # the rows are compared
 
 # ---------------------------------------------------------------- presets
 

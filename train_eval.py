@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 import checkpoint
-from batches import MIX, Batch, Batches, mixed
-from classifiers import Head, metrics
+from batches import MIX, AnyBatches, Batch, mixed
+from classifiers import Bank, Head, metrics
 from config import Config
+from optimization import Average, Schedule, make_optimizer
 from progress import Log, Stop
 from utils import Halt, mix
 
@@ -34,6 +35,10 @@ class Classifier(nn.Module):
         super().__init__()
         self.backbone, self.head = backbone, head
         self.num_classes, self.facts = num_classes, facts
+
+    def features(self, batch: Batch) -> Tensor:
+        """Of a frozen backbone they may have been computed before."""
+        return batch.x if batch.embedded else self.backbone(batch.x)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.backbone(x))
@@ -51,7 +56,15 @@ class Stopped(Halt):
 
 
 def train(
-    config: Config, model: Classifier, train_set: Batches, val_set: Batches | None, *, log: Log, run: Path, until: int, resume: bool = False
+    config: Config,
+    model: Classifier,
+    train_set: AnyBatches,
+    val_set: AnyBatches | None,
+    *,
+    log: Log,
+    run: Path,
+    until: int,
+    resume: bool = False,
 ) -> Place:
     """Trains up to epoch `until`, keeping run/checkpoints/last (to resume from) and run/checkpoints/best (by validation)."""
     last, best = run / "checkpoints" / "last", run / "checkpoints" / "best"
@@ -59,10 +72,12 @@ def train(
     if resume:
         state.load(last)
     place = state.place
+    memory = Memory(state, train_set.plain(), config.memory_update_freq or 1.0)
     with Stop() as stop, log:
         while place.epoch < until and not out_of_patience(place, config):
             started, rows = time.perf_counter(), place.rows
             for batch in grouped(train_set, place, config.accumulate):
+                memory.for_training()
                 state.update(batch)
                 log.step(place.epoch, place.batch, place.mean_losses(), (place.rows - rows) / (time.perf_counter() - started))
                 if stop.signal and place.batch < len(train_set):
@@ -74,6 +89,7 @@ def train(
             line = {"epoch": place.epoch + 1, "lr": state.schedule.lr, "train": place.mean_losses(), "grad_norm": place.grad_norm}
 
             # Validation picks the epoch; without a validation split the last epoch is the one.
+            memory.for_evaluation()
             scores = evaluate(state.averaged, val_set, config.use_amp) if val_set else None
             state.schedule.after_epoch(scores["nll"] if scores else None)
             better = scores is None or place.best is None or better_than(scores, place.best)
@@ -90,7 +106,7 @@ def train(
     return place
 
 
-def grouped(batches: Batches, place: Place, accumulate: int) -> Iterator[list[Batch]]:
+def grouped(batches: AnyBatches, place: Place, accumulate: int) -> Iterator[list[Batch]]:
     """What is left of the epoch, `accumulate` batches at a time."""
     group: list[Batch] = []
     for batch in batches.epoch(place.epoch, place.batch):
@@ -112,18 +128,76 @@ def out_of_patience(place: Place, config: Config) -> bool:
 
 
 @torch.no_grad()  # not inference_mode: what a layer caches here must stay usable in training
-def evaluate(model: nn.Module, batches: Batches, use_amp: bool = False) -> dict[str, float]:
+def evaluate(model: Classifier, batches: AnyBatches, use_amp: bool = False) -> dict[str, float]:
     """Metrics over all rows: predictions are collected, then counted once."""
     model.eval()
     rows, targets = [], []
     for batch in batches.epoch():
         with autocast(batches.device, use_amp):
-            rows.append(model(batch.x).float().cpu())
+            rows.append(model.head(model.features(batch)).float().cpu())
         targets.append(batch.target.cpu())
-    log_probs = torch.cat(rows)
-    if lost := int(log_probs.isnan().any(1).sum()):  # metrics of these would look like numbers
-        raise Diverged(f"the model gives NaN for {lost} of {len(log_probs)} rows", 1)
-    return metrics(log_probs, torch.cat(targets))
+    return metrics(without_nan(torch.cat(rows)), torch.cat(targets))
+
+
+def without_nan(outputs: Tensor) -> Tensor:
+    if lost := int(outputs.isnan().any(1).sum()):  # metrics of these would look like numbers
+        raise Diverged(f"the model gives NaN for {lost} of {len(outputs)} rows", 1)
+    return outputs
+
+
+@torch.no_grad()
+def features_of(model: Classifier, batches: AnyBatches, use_amp: bool = False) -> Tensor:
+    """What the backbone makes of all rows, (N, F), in their order."""
+    model.eval()
+    rows = []
+    for batch in batches.epoch():
+        with autocast(batches.device, use_amp):
+            rows.append(model.features(batch).float())
+    return without_nan(torch.cat(rows))
+
+
+# ---------------------------------------------------------------- the bank
+
+
+@torch.no_grad()
+def remember(model: Classifier, rows: AnyBatches, use_amp: bool = False) -> None:
+    """Hands a head that looks at neighbors a bank of the embeddings of all training rows, as evaluation sees them."""
+    if not model.head.wants_bank:
+        return
+    model.eval()
+    bank: Bank | None = None
+    for batch in rows.epoch():
+        with autocast(rows.device, use_amp):
+            embedding = without_nan(model.head.embed(model.features(batch)))
+        bank = bank or Bank(embedding.shape[1], **model.head.bank_options)
+        bank.add(embedding, batch.target, batch.index)
+    assert bank is not None
+    model.head.refresh(bank)
+
+
+class Memory:
+    """Keeps the banks near the weights: of the averaged weights for each evaluation, and every so often the same for training.
+
+    With weight averaging, a row in training is thus compared with what the averaged weights made of the others.
+    """
+
+    def __init__(self, state: State, rows: AnyBatches, every: float) -> None:
+        self.state, self.rows = state, rows
+        self.every = max(1, round(every * state.schedule.updates_per_epoch))
+        self.made_at = -1  # update whose weights made the averaged model's bank
+
+    def for_training(self) -> None:
+        state = self.state
+        if state.bank is None or state.place.updates % self.every == 0:
+            self.for_evaluation()
+            state.bank = state.averaged.head.bank
+        if state.bank is not None and state.model.head.bank is not state.bank:  # evaluation has put a newer one there
+            state.model.head.refresh(state.bank)
+
+    def for_evaluation(self) -> None:
+        if self.made_at != self.state.place.updates:
+            remember(self.state.averaged, self.rows, self.state.config.use_amp)
+            self.made_at = self.state.place.updates
 
 
 # ---------------------------------------------------------------- where training stands
@@ -164,6 +238,7 @@ class State:
         self.schedule = Schedule(config, self.optimizer, math.ceil(batches_per_epoch / config.accumulate))
         self.ema = copy.deepcopy(model).requires_grad_(False) if config.ema_decay else None
         self.average = Average(self.ema, model) if self.ema is not None else None
+        self.bank: Bank | None = None  # that training votes with
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.use_amp and amp_dtype(device) is torch.float16)
         if config.use_compiled:
             model.backbone.compile(mode=config.compile_mode)
@@ -185,7 +260,7 @@ class State:
             draw = mix(config.seed, MIX, place.epoch, place.batch)
             batch = mixed(batch, self.model.num_classes, config.mixup_alpha, config.cutmix_alpha, draw)
             with autocast(self.device, config.use_amp):
-                terms = self.model.head.loss(self.model.backbone(batch.x), batch.target, batch.index)
+                terms = self.model.head.loss(self.model.features(batch), batch.target, batch.index)
                 losses = torch.stack([term.float() for term in terms.values()])
             self.scaler.scale(losses.sum() * (len(batch) / rows)).backward()
             place.batch += 1
@@ -233,6 +308,7 @@ class State:
         groups = {"model": self.model.state_dict(), "training": {**tensors, **random_tensors}}
         if self.ema is not None:
             groups["ema"] = self.ema.state_dict()
+        banks, bank_facts = packed(self.bank)
         training = {
             "place": dataclasses.asdict(self.place),
             "optimizer": facts,
@@ -241,12 +317,13 @@ class State:
             "random": random_facts,
         }
         facts = {**self.model.facts, "epoch": self.place.epoch, "seconds": self.place.seconds, "training": training}
-        checkpoint.save(folder, groups, facts)
+        checkpoint.save(folder, groups | banks, facts | bank_facts)
 
     def save_weights(self, folder: Path, scores: dict[str, float] | None) -> None:
         """The weights that were evaluated, and how they did."""
+        banks, bank_facts = packed(self.averaged.head.bank)
         facts = {**self.model.facts, "epoch": self.place.epoch, "val": scores, "seconds": self.place.seconds}
-        checkpoint.save(folder, {"model": self.averaged.state_dict()}, facts)
+        checkpoint.save(folder, {"model": self.averaged.state_dict()} | banks, facts | bank_facts)
 
     def load(self, folder: Path) -> None:
         tensors, facts = checkpoint.load(folder)
@@ -258,89 +335,19 @@ class State:
         self.schedule.load_state_dict(training["schedule"])
         self.scaler.load_state_dict(training["scaler"])
         vars(self.place).update(training["place"])
+        self.bank = Bank.unpack(tensors["bank"], facts["bank"]) if "bank" in tensors else None
         checkpoint.unpack_rng(tensors["training"], training["random"])  # last: nothing after it draws
 
 
-# ---------------------------------------------------------------- optimizer, schedule, average, precision
+def packed(bank: Bank | None) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """A bank as a group of tensors and a fact of a checkpoint; nothing for a head without one."""
+    if bank is None:
+        return {}, {}
+    tensors, facts = bank.pack()
+    return {"bank": tensors}, {"bank": facts}
 
 
-def make_optimizer(config: Config, model: Classifier) -> torch.optim.Optimizer:
-    """Backbone and head as groups of their own learning rate; weight decay on matrices only, as in timm."""
-    groups: dict[tuple[str, bool], list[nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            decays = parameter.ndim > 1 and not name.endswith(("cls_token", "pos_embed", "reg_token"))
-            groups.setdefault((name.partition(".")[0], decays), []).append(parameter)
-    rates = {"backbone": config.lr if config.lr_backbone is None else config.lr_backbone}
-    listed: list[dict[str, Any]] = [
-        {"params": parameters, "name": part, "peak_lr": rates.get(part, config.lr), "weight_decay": config.weight_decay if decays else 0.0}
-        for (part, decays), parameters in groups.items()
-    ]
-    fused = next(model.parameters()).device.type in ("cpu", "cuda")  # one call for all tensors: small models live on it
-    if config.optimizer == "sgd":
-        return torch.optim.SGD(listed, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0, fused=fused)
-    kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
-    return kind(listed, lr=config.lr, fused=fused)
-
-
-class Schedule:
-    """Learning rate at each update: linear warm-up times cosine, step or plateau. A function of the update, but for plateau's memory."""
-
-    def __init__(self, config: Config, optimizer: torch.optim.Optimizer, updates_per_epoch: int) -> None:
-        self.config, self.optimizer, self.updates_per_epoch = config, optimizer, updates_per_epoch
-        self.plateau = {"factor": 1.0, "best": math.inf, "stale": 0}
-
-    def factor(self, update: int) -> float:
-        """Share of the peak learning rate."""
-        config = self.config
-        warmup, total = config.warmup_epochs * self.updates_per_epoch, config.num_epochs * self.updates_per_epoch
-        if update < warmup:
-            return (update + 1) / (warmup + 1)
-        if config.scheduler == "cosine":
-            return 0.5 * (1 + math.cos(math.pi * min(1.0, (update - warmup) / max(1, total - warmup))))
-        if config.scheduler == "step":
-            return config.lr_gamma ** (update // self.updates_per_epoch // config.lr_step)
-        return self.plateau["factor"]
-
-    def before_update(self, update: int) -> None:
-        factor = self.factor(update)
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * factor
-
-    def after_epoch(self, val_loss: float | None) -> None:
-        """Plateau: after more than `lr_step` epochs without a lower validation loss, the rate is multiplied by `lr_gamma`."""
-        if self.config.scheduler != "plateau" or val_loss is None:
-            return
-        memory = self.plateau
-        memory["best"], memory["stale"] = (val_loss, 0) if val_loss < memory["best"] else (memory["best"], memory["stale"] + 1)
-        if memory["stale"] > self.config.lr_step:
-            memory["factor"], memory["stale"] = memory["factor"] * self.config.lr_gamma, 0
-
-    @property
-    def lr(self) -> float:
-        """Of the last group: the head's."""
-        return self.optimizer.param_groups[-1]["lr"]
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self.plateau)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.plateau.update(state)
-
-
-class Average:
-    """Moves an average of the weights after them; buffers (BatchNorm's statistics) are taken as they are."""
-
-    def __init__(self, ema: nn.Module, model: nn.Module) -> None:
-        self.old: list[Tensor] = list(ema.parameters())
-        self.new: list[Tensor] = list(model.parameters())
-        self.buffers = list(zip(ema.buffers(), model.buffers(), strict=True))
-
-    @torch.no_grad()
-    def update(self, decay: float) -> None:
-        torch._foreach_lerp_(self.old, self.new, 1 - decay)
-        for old, new in self.buffers:
-            old.copy_(new)
+# ---------------------------------------------------------------- precision
 
 
 def amp_dtype(device: torch.device) -> torch.dtype:

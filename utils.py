@@ -13,6 +13,7 @@ import inspect
 import os
 import platform
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -55,6 +56,22 @@ def nearest(name: str, known: Iterable[str]) -> str:
     folded = {k.lower(): k for k in known}
     match = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.5)
     return f" (did you mean {folded[match[0]]!r}?)" if match else ""
+
+
+def one_of(value: str, choices: Iterable[str], option: str) -> str:
+    if value not in choices:
+        raise BadOption(option, f"must be one of {', '.join(choices)}{nearest(value, choices)}", value)
+    return value
+
+
+def whole_numbers(value: Any, option: str) -> tuple[int, ...]:
+    """Whole numbers of at least 1 from "5,10,20", a number, or a sequence; none from None."""
+    if value is None:
+        return ()
+    words = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int) else list(value)
+    if not words or not all(re.fullmatch(r"\s*0*[1-9]\d{0,8}\s*", str(word)) for word in words):
+        raise BadOption(option, "must be whole numbers of at least 1 with commas between", value)
+    return tuple(int(word) for word in words)
 
 
 # ---------------------------------------------------------------- parts by name

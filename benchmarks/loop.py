@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 import dataset
 from batches import Batches
-from experiments.run import batches, build, complete
+from experiments.building import batches, build, complete
 from train_eval import State
 from utils import keep_memory
 

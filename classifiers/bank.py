@@ -11,12 +11,12 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import checkpoint
@@ -25,6 +25,7 @@ from classifiers.index import (
     BLOCK,
     MISSING,
     ROUNDING,
+    Neighbors,
     Proposer,
     blocks,
     check_kind,
@@ -34,6 +35,9 @@ from classifiers.index import (
     load_faiss,
     rank,
     recipe,
+    scan,
+    some_of,
+    squared_lengths,
 )
 from utils import BadOption, nearest, say
 
@@ -41,28 +45,6 @@ EVICTIONS = ("fifo", "class-balanced")
 FACTS = ("dim", "kind", "cap", "evict", "_next_id", "_next_birth")
 SLACK = 4  # rows proposed beyond those asked for
 PROPOSALS = 1 << 22  # of one FAISS call, at most: 48 MB
-
-
-def _some(values: Tensor, rows: Tensor) -> Tensor:
-    """`rows` in ascending order; not copied if they are all."""
-    return values if len(rows) == len(values) else values[rows]
-
-
-@dataclass(frozen=True)
-class Neighbors:
-    """The K nearest rows of each query, nearest first. Where `mask` is False there is none (see MISSING)."""
-
-    distance: Tensor  # (B, K) squared Euclidean; kind ip: minus the inner product. Smaller is nearer
-    index: Tensor  # (B, K) ids
-    label: Tensor  # (B, K)
-    embedding: Tensor  # (B, K, D)
-    mask: Tensor  # (B, K)
-
-    def top(self, k: int) -> Neighbors:
-        """The k nearest of them: for the exact kinds, what a search for k would have found."""
-        if not 1 <= k <= self.index.shape[1]:
-            raise BadOption("k", f"must be from 1 to the number of neighbors searched ({self.index.shape[1]})", k)
-        return Neighbors(*(part[:, :k] for part in (self.distance, self.index, self.label, self.embedding, self.mask)))
 
 
 _banks: weakref.WeakSet[Bank] = weakref.WeakSet()
@@ -104,7 +86,8 @@ class Bank:
         """Everything that is made of the rows."""
         self._center: Tensor | None = None
         self._shifted: Tensor | None = None  # rows minus center, where that is needed
-        self._longest, self._centered_at = 0.0, 0
+        self._lengths: Tensor | None = None  # squared, of what FAISS sees
+        self._centered_at = 0
         self._proposer: Proposer | None = None
         self._sorted: tuple[Tensor, Tensor] | None = None
 
@@ -199,7 +182,7 @@ class Bank:
         if not len(slots):
             return
         self._size = max(self._size, int(slots.max()) + 1)
-        for name in ("_rows", "_labels", "_ids", "_births", "_shifted"):
+        for name in ("_rows", "_labels", "_ids", "_births", "_shifted", "_lengths"):
             part = getattr(self, name)
             if part is not None and len(part) < self._size:
                 room = max(self._size, min(2 * len(part), self.cap or 2 * len(part)))  # doubled, so that growing stays linear
@@ -208,7 +191,8 @@ class Bank:
         self._sorted = None
         if self._shifted is not None and self._center is not None:
             rows = self._shifted[slots] = rows - self._center
-        self._longest = max(self._longest, rows.square().sum(1).max().sqrt().item())
+        if self._lengths is not None:
+            self._lengths[slots] = squared_lengths(rows)
         if self._proposer is not None:
             self._proposer.add(rows, slots)
 
@@ -222,7 +206,7 @@ class Bank:
         with self._lock:
             slots, distance = self._nearest(queries, k, exclude)
             mask, safe = slots >= 0, slots.clamp_min(0)
-            embedding = self._rows.index_select(0, safe.reshape(-1)).reshape(*safe.shape, self.dim)  # (B, K, D)
+            embedding = F.embedding(safe, self._rows)  # (B, K, D)
             if not mask.all():
                 embedding.masked_fill_(~mask[..., None], 0)
             index, label = self._ids[safe].masked_fill(~mask, MISSING), self._labels[safe].masked_fill(~mask, 0)
@@ -280,8 +264,7 @@ class Bank:
                 self._proposer = None  # it holds rows minus another center
             self._center = mean.float() if far else None
             self._shifted = self.embeddings - self._center if self._center is not None else None
-            self._longest = max((self._base()[at].square().sum(1).max().sqrt().item() for at in blocks(self._size, 4096)), default=0.0)
-            self._centered_at = self._size
+            self._lengths, self._centered_at = None, self._size
         text = recipe(self.kind, self._size, self.dim)
         if text and (self._proposer is None or not self._proposer.serves(text, self._size)):
             if self.kind == "auto":
@@ -293,9 +276,9 @@ class Bank:
         return (self._rows if self._shifted is None else self._shifted)[: self._size]
 
     def _exact(self, rows: Tensor, squared: Tensor, k: int, banned: Tensor) -> tuple[Tensor, Tensor]:
-        faiss = load_faiss()
-        inner = self.kind == "ip"
-        metric = faiss.METRIC_INNER_PRODUCT if inner else faiss.METRIC_L2
+        if self._lengths is None:
+            self._lengths = squared_lengths(self._base())
+        inner, lengths = self.kind == "ip", self._lengths[: self._size]
         seen, shift = rows, torch.zeros(len(rows), dtype=torch.float64)
         if self._center is not None:
             if inner:  # q.(x - c) = q.x - q.c: the same order
@@ -310,14 +293,14 @@ class Bank:
             if len(todo) * count > PROPOSALS and len(todo) > 1:
                 work += [(half, count) for half in todo.chunk(2)]
                 continue
-            score, found = (torch.from_numpy(a) for a in faiss.knn(_some(seen, todo).numpy(), self._base().numpy(), count, metric))
-            slots[todo], distance[todo], last = self._ranked(_some(rows, todo), found, k, _some(banned, todo))
+            score, found = scan(some_of(seen, todo), self._base(), lengths, count, inner)
+            slots[todo], distance[todo], last = self._ranked(some_of(rows, todo), found, k, some_of(banned, todo))
             if count == self._size or not len(todo):
                 continue
             # FAISS gave every other row a score no better than its last one; this is the least that their distance can be.
             worst, length = score[:, -1].double(), squared[todo].double()
             if inner:  # rounding is below that of |q| |x|
-                bound = -worst - shift[todo] - (self.dim + 8) * ROUNDING * length.sqrt() * self._longest - 1e-30
+                bound = -worst - shift[todo] - (self.dim + 8) * ROUNDING * (length * lengths.max()).sqrt() - 1e-30
             else:  # rounding is below C (|q|^2 + |x|^2), and |x|^2 is at most 2 |q|^2 + 2 |q - x|^2
                 unit = (2 * self.dim + 16) * ROUNDING
                 bound = (worst - 3 * unit * length - 1e-30) / (1 + 3 * unit)  # the third: that of `last`
@@ -338,12 +321,11 @@ class Bank:
             found = torch.cat([found, found.new_full((len(found), k - found.shape[1]), MISSING)], 1)
         slots, distance = torch.empty(len(rows), k, dtype=torch.long), torch.empty(len(rows), k)
         last = torch.empty(len(rows), dtype=torch.float64)
-        for at in blocks(len(rows), max(1, BLOCK // (found.shape[1] * self.dim))):
+        for at in blocks(len(rows), BLOCK // max(1, found.shape[1] * banned.shape[1])):
             safe = found[at].clamp_min(0)  # (b, M)
-            ids = self._ids[safe]
+            ids = self._ids[safe]  # raises if a slot is out of bounds
             allowed = (found[at] >= 0) & ~(ids[..., None] == banned[at][:, None]).any(2)
-            near = self._rows.index_select(0, safe.reshape(-1)).reshape(*safe.shape, self.dim)
-            order, exact = rank(rows[at], near, ids, allowed, k, self.kind == "ip")
+            order, exact = rank(rows[at], self._rows, safe, ids, allowed, self.kind == "ip")
             there = exact[:, :k] < math.inf
             slots[at], distance[at] = safe.gather(1, order[:, :k]).masked_fill(~there, MISSING), exact[:, :k].float()
             last[at] = exact[:, k - 1]
@@ -352,10 +334,36 @@ class Bank:
     # ------------------------------------------------ to disk and back
 
     @torch.inference_mode(False)
+    def sample(self, count: int) -> Bank:
+        """A bank of so many random rows, drawn by torch's generator; every row is looked at, whatever the kind."""
+        with self._lock:
+            slots = torch.randperm(self._size)[:count]
+            part = Bank(self.dim, kind="ip" if self.kind == "ip" else "flat")
+            part._write(torch.arange(len(slots)), self._rows[slots], self._labels[slots], self._ids[slots], torch.arange(len(slots)))
+        return part
+
+    @torch.inference_mode(False)
+    def pack(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Rows as tensors, and what JSON can hold of the rest."""
+        with self._lock:
+            rows = {"embedding": self.embeddings, "label": self.labels, "id": self.ids, "birth": self._births[: self._size]}
+            rows = {name: part.clone() for name, part in rows.items()}
+            return rows, {name: getattr(self, name) for name in FACTS} | {"shapes": {k: list(v.shape) for k, v in rows.items()}}
+
+    @classmethod
+    def unpack(cls, rows: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Bank:
+        if {name: list(part.shape) for name, part in rows.items()} != facts["shapes"]:
+            raise BadOption("bank", "must be whole: its rows are not those that it names")
+        bank = cls(facts["dim"], kind=facts["kind"], cap=facts["cap"], evict=facts["evict"])
+        bank._rows, bank._labels, bank._ids, bank._births = (rows[name] for name in ("embedding", "label", "id", "birth"))
+        bank._size, bank._next_id, bank._next_birth = len(bank._rows), facts["_next_id"], facts["_next_birth"]
+        return bank
+
+    @torch.inference_mode(False)
     def save(self, folder: Path, *, index: bool = False) -> None:
         """Rows with their checksums; with `index`, the FAISS index beside them (else it is built anew)."""
         with self._lock:
-            rows = {"embedding": self.embeddings, "label": self.labels, "id": self.ids, "birth": self._births[: self._size]}
+            rows, facts = self.pack()
             groups: dict[str, dict[str, Tensor]] = {"bank": rows}
             if index and self._size:
                 self._prepare()
@@ -363,9 +371,6 @@ class Bank:
                 content = torch.from_numpy(load_faiss().serialize_index(self._proposer.index))
                 center = torch.empty(0) if self._center is None else self._center
                 groups["index"] = {"faiss": content, "slot_of": self._proposer.slot_of, "center": center}
-            facts: dict[str, Any] = {name: getattr(self, name) for name in FACTS}
-            facts["shapes"] = {name: list(part.shape) for name, part in rows.items()}
-            if "index" in groups and self._proposer is not None:
                 facts["index"] = [self._proposer.text, self._proposer.built, self._centered_at]
             checkpoint.save(folder, groups, {"bank": facts})
 
@@ -377,12 +382,9 @@ class Bank:
         except BadOption as error:
             raise BadOption("bank", error.rule, error.value) from None
         facts = everything.get("bank")
-        shapes = {name: list(part.shape) for name, part in groups.get("bank", {}).items()}
-        if not isinstance(facts, dict) or shapes != facts.get("shapes"):
+        if not isinstance(facts, dict):
             raise BadOption("bank", "must be a folder that a bank was saved to", str(folder))
-        bank, rows = cls(facts["dim"], kind=facts["kind"], cap=facts["cap"], evict=facts["evict"]), groups["bank"]
-        bank._rows, bank._labels, bank._ids, bank._births = rows["embedding"], rows["label"], rows["id"], rows["birth"]
-        bank._size, bank._next_id, bank._next_birth = len(bank._rows), facts["_next_id"], facts["_next_birth"]
+        bank = cls.unpack(groups.get("bank", {}), facts)
         if "index" in facts:
             text, built, bank._centered_at = facts["index"]
             try:

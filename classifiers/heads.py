@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from classifiers.bank import Bank
 from utils import Registry
 
 
@@ -15,14 +17,26 @@ class Head(nn.Module):
 
     `loss(features, target, index)` gives named terms, whose sum is minimized. target: class numbers (B,) or soft targets (B, C).
     index: row numbers in the training split, (B,) or (B, 2) for mixed rows; a head that looks at neighbors excludes them.
-    `forward(features)` gives log-probabilities. `refresh(bank)` hands the training embeddings to a head that looks at neighbors.
+    `forward(features)` gives log-probabilities. A head that looks at neighbors sets `wants_bank` and has
+    `embed(features)`: the loop hands the embeddings of all training rows to `refresh(bank)`, with the row numbers as ids.
     """
+
+    wants_bank = False
+    bank: Bank | None = None
+    bank_options: Mapping[str, Any] = {}
 
     def loss(self, features: Tensor, target: Tensor, index: Tensor) -> dict[str, Tensor]:
         raise NotImplementedError
 
-    def refresh(self, bank: Any) -> None:
+    def embed(self, features: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def refresh(self, bank: Bank) -> None:
         """A head without a bank has nothing to refresh."""
+
+    def part_of(self, name: str) -> str:
+        """The group of one of its parameters, for a learning rate of its own: head, projection or attention."""
+        return "head"
 
 
 HEADS: Registry[type[Head]] = Registry("head", "head")

@@ -1,13 +1,15 @@
-"""What the bank is made of: exact ranking, who leaves a full bank, and approximate FAISS indexes that propose rows."""
+"""What the bank is made of: its answers, exact ranking, who leaves a full bank, and approximate FAISS indexes that propose rows."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from utils import BadOption, nearest
@@ -20,6 +22,23 @@ BLOCK = 1 << 18  # numbers in a temporary of the ranking: they stay in the cache
 ROUNDING = 2.0**-24  # of float32
 
 
+@dataclass(frozen=True)
+class Neighbors:
+    """The K nearest rows of each query, nearest first. Where `mask` is False there is none (see MISSING)."""
+
+    distance: Tensor  # (B, K) squared Euclidean; kind ip: minus the inner product. Smaller is nearer
+    index: Tensor  # (B, K) ids
+    label: Tensor  # (B, K)
+    embedding: Tensor  # (B, K, D)
+    mask: Tensor  # (B, K)
+
+    def top(self, k: int) -> Neighbors:
+        """The k nearest of them: for the exact kinds, what a search for k would have found."""
+        if not 1 <= k <= self.index.shape[1]:
+            raise BadOption("k", f"must be from 1 to the number of neighbors searched ({self.index.shape[1]})", k)
+        return Neighbors(*(part[:, :k] for part in (self.distance, self.index, self.label, self.embedding, self.mask)))
+
+
 # ---------------------------------------------------------------- pure functions
 
 
@@ -29,14 +48,19 @@ def checked_rows(values: Any, dim: int, what: str) -> tuple[Tensor, Tensor]:
     if rows.ndim != 2 or rows.shape[1] != dim:
         raise BadOption(what, f"must have the bank's dimension, (rows, {dim})", tuple(rows.shape))
     rows = rows.to("cpu", torch.float32).contiguous()
-    squared = torch.empty(len(rows))
-    for start in range(0, len(rows), step := max(1, BLOCK // dim)):
-        torch.sum(rows[start : start + step].square(), 1, out=squared[start : start + step])
+    squared = squared_lengths(rows)
     if not (squared < 1e37).all():  # NaN is not
         row = int((~(squared < 1e37)).nonzero()[0, 0])
         rule = "must be shorter than 1e18" if rows[row].isfinite().all() else "must hold neither NaN nor Inf"
         raise BadOption(what, f"{rule}; row {row} does not comply")
     return rows, squared
+
+
+def squared_lengths(rows: Tensor) -> Tensor:
+    squared = torch.empty(len(rows))
+    for at in blocks(len(rows), BLOCK // rows.shape[1]):
+        torch.sum(rows[at].square(), 1, out=squared[at])
+    return squared
 
 
 def integers(values: Any, count: int, what: str) -> Tensor:
@@ -50,29 +74,54 @@ def integers(values: Any, count: int, what: str) -> Tensor:
 
 
 def blocks(count: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(count, start + size)) for start in range(0, count, size))
+    return (slice(start, min(count, start + size)) for start in range(0, count, max(1, size)))
 
 
-def rank(queries: Tensor, rows: Tensor, ids: Tensor, allowed: Tensor, k: int, inner: bool) -> tuple[Tensor, Tensor]:
-    """Candidates (B, M, D) of each query by exact distance, equal ones by id: their order (B, M) and the distances in that order.
+def some_of(values: Tensor, rows: Tensor) -> Tensor:
+    """`rows` in ascending order; not copied if they are all."""
+    return values if len(rows) == len(values) else values[rows]
 
-    Good for the first k places. Distances that are not `allowed` are infinite.
+
+def rank(queries: Tensor, rows: Tensor, slots: Tensor, ids: Tensor, allowed: Tensor, inner: bool) -> tuple[Tensor, Tensor]:
+    """The candidates rows[slots] (B, M) of each query by exact distance, equal ones by id: their order (B, M) and the distances in it.
+
+    Distances that are not `allowed` are infinite. NOTE: slots must be those of rows; FAISS does not check.
     """
     if inner:
-        return _order(-(queries.double()[:, None] * rows.double()).sum(2), ids, allowed)
-    single = (queries[:, None] - rows).square_().sum(2)  # (B, M)
-    order, distance = _order(single, ids, allowed)
-    # What float32 cannot tell apart, float64 does: for queries that have two such distances among the first k + 1.
-    far = distance[:, 1 : k + 1]
-    gap = far - distance[:, : far.shape[1]]
-    close = ((gap <= 2 * (rows.shape[2] + 4) * ROUNDING * far + 1e-30) & far.isfinite()).any(1).nonzero()[:, 0]
-    if len(close):
-        exact = (queries[close].double()[:, None] - rows[close].double()).square_().sum(2)
-        order[close], _ = _order(exact, ids[close], allowed[close])
+        step = BLOCK // (slots.shape[1] * rows.shape[1])
+        parts = [_order(-_products(queries[at], rows, slots[at]), ids[at], allowed[at]) for at in blocks(len(slots), step)]
+        return torch.cat([order for order, _ in parts]), torch.cat([distance for _, distance in parts])
+    single = _squared(queries, rows, slots).masked_fill_(~allowed, math.inf)
+    distance, order = single.sort(1)
+    # What float32 cannot tell apart, float64 does: distances that may be in the wrong order beside the next one.
+    far = distance[:, 1:]
+    tied = (far - distance[:, :-1] <= 2 * (rows.shape[1] + 4) * ROUNDING * far + 1e-30) & far.isfinite()
+    some = tied.any(1).nonzero()[:, 0]
+    if len(some):
+        pairs = F.pad(tied[some], (1, 0)) | F.pad(tied[some], (0, 1))
+        exact = single[some].double()  # elsewhere float32 will do
+        row, place = pairs.nonzero(as_tuple=True)
+        column = order[some[row], place]
+        for at in blocks(len(row), BLOCK // rows.shape[1]):
+            query = some[row[at]]
+            difference = queries[query].double() - rows[slots[query, column[at]]]
+            exact[row[at], column[at]] = difference.square_().sum(1)
+        order[some] = _order(exact, ids[some], allowed[some])[0]
         # The distances stay those of float32, so that they do not depend on k; never falling, in spite of its rounding.
-        ordered = single[close].masked_fill(~allowed[close], math.inf).gather(1, order[close])
-        distance[close] = ordered.cummax(1).values
+        distance[some] = single[some].gather(1, order[some]).cummax(1).values
     return order, distance
+
+
+def _products(queries: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
+    """Inner products (B, M) of each query with rows[slots], in float64."""
+    return (queries.double()[:, None] * F.embedding(slots, rows).double()).sum(2)
+
+
+def _squared(queries: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
+    """Squared distances (B, M) of each query to rows[slots], in float32: sums of squared differences, so that nothing cancels."""
+    out = torch.empty(slots.shape)
+    load_faiss().fvec_L2sqr_by_idx(*pointers(out, queries, rows, slots), rows.shape[1], *slots.shape)
+    return out
 
 
 def _order(distance: Tensor, ids: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,6 +184,26 @@ def load_faiss() -> Any:
         os.register_at_fork(after_in_child=in_child)
         _forks_are_safe = True
     return faiss
+
+
+def pointers(*tensors: Tensor) -> list[Any]:
+    """For the functions of FAISS that are told addresses. NOTE: they check nothing; the sizes are the caller's to get right."""
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        raise ValueError("what FAISS reads must be contiguous")
+    return [load_faiss().swig_ptr(tensor.numpy()) for tensor in tensors]
+
+
+def scan(queries: Tensor, rows: Tensor, lengths: Tensor, count: int, inner: bool) -> tuple[Tensor, Tensor]:
+    """FAISS's scores and slots (B, count) of the nearest rows, by looking at every row."""
+    faiss = load_faiss()
+    if inner:
+        score, slots = faiss.knn(queries.numpy(), rows.numpy(), count, faiss.METRIC_INNER_PRODUCT)
+        return torch.from_numpy(score), torch.from_numpy(slots)
+    # Not `faiss.knn`: that computes the squared lengths of all rows in each call.
+    found = torch.empty(len(queries), count), torch.empty(len(queries), count, dtype=torch.long)
+    x, y, known, score, slots = pointers(queries, rows, lengths, *found)
+    faiss.knn_L2sqr(x, y, rows.shape[1], len(queries), len(rows), count, score, slots, known, None)
+    return found
 
 
 class Proposer:

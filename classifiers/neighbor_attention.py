@@ -147,7 +147,11 @@ class NeighborAttention(nn.Module):
         return masked_softmax(logits, None if mask is None else mask[:, None]).mean(1)
 
     def _similarity(self, query: Tensor, neighbors: Tensor) -> Tensor:
-        b, k, dim = neighbors.shape
-        q = self.q_proj(query).reshape(b, self.num_heads, 1, -1)
-        keys = self.k_proj(neighbors).reshape(b, k, self.num_heads, -1).permute(0, 2, 3, 1)  # (B, H, D/H, K)
-        return (q @ keys).squeeze(2).float() / math.sqrt(dim // self.num_heads)
+        """(B, H, K): q.k of each head. The query goes through the keys' projection instead of the neighbors, K times fewer."""
+        (b, dim), heads = query.shape, self.num_heads
+        q = self.q_proj(query).reshape(b, heads, -1)  # (B, H, D/H)
+        weight = self.k_proj.weight.reshape(heads, -1, dim)  # (H, D/H, D)
+        through = (q.transpose(0, 1) @ weight.to(q.dtype)).permute(1, 2, 0)  # (B, D, H)
+        bias = (q * self.k_proj.bias.reshape(heads, -1)).sum(2)  # the same for all neighbors
+        similar = (neighbors.to(through.dtype) @ through).transpose(1, 2) + bias[..., None]
+        return similar.float() / math.sqrt(dim // heads)

@@ -11,18 +11,10 @@ from typing import Any
 import checkpoint as checkpoints
 from batches import Batches
 from config import Config
+from experiments.building import batches, build, choose_device, complete, load_data, with_published_normalization
 from experiments.folder import check_writable
 from experiments.plugin import load_plugin
-from experiments.run import (
-    Rebuilt,
-    batches,
-    build,
-    choose_device,
-    complete,
-    load_data,
-    rebuild,
-    with_published_normalization,
-)
+from experiments.run import Rebuilt, rebuild
 from models.probe import Count, KRow, accuracy_by_k
 from utils import BadOption, say
 
@@ -70,7 +62,7 @@ def published(given: Mapping[str, Any], pretrained: str) -> Rebuilt:
     model = build(config, data, device)
     if not hasattr(model.backbone, "classifier_weights"):
         raise BadOption("pretrained", f"must be weights with a classifier for the {data.num_classes} classes of {data.name}", pretrained)
-    return Rebuilt(config, with_published_normalization(config, data), model, device, {})
+    return Rebuilt(config, with_published_normalization(config, data), model, device, {}, None, None)
 
 
 def pairs(test: Batches) -> Any:

@@ -21,13 +21,13 @@ def describe(config: Config, data: Data, model: nn.Module) -> str:
         value = getattr(config, field.name)
         if value is not None:
             topics.setdefault(field.metadata["topic"], []).append(f"{field.name}={value}")
-    lines = [f"{topic + ':':<15}{' '.join(values)}" for topic, values in topics.items()]
+    lines = [f"{topic + ':':<16}{' '.join(values)}" for topic, values in topics.items()]
     facts = data.facts
     counts = f"{facts['train']:,} training, {facts['val']:,} validation, {facts['test']:,} test"
     rows = f"{counts}; shape {data.shape}, {data.num_classes} classes"
     if facts["label_noise_rate"]:
         rows += f", {facts['label_noise_rate']:.1%} of the training labels changed"
-    return "\n".join([*lines, f"{'Rows:':<15}{rows}", f"{'Parameters:':<15}{parameters(model):,}"])
+    return "\n".join([*lines, f"{'Rows:':<16}{rows}", f"{'Parameters:':<16}{parameters(model):,}"])
 
 
 def table(results: dict[str, Any], written: Path) -> str:
@@ -50,7 +50,37 @@ def table(results: dict[str, Any], written: Path) -> str:
         "training time": f"{results['seconds']:.1f} s",
     }
     lines += [f"{name:<16}{value:>24}" for name, value in cost.items()]
+    if "votes" in results:
+        lines += ["", *votes_table(results["votes"])]
+    if "ood" in results:
+        ood = results["ood"]
+        by = f"by distance to the neighbors {ood['auroc_distance']:.3f}, by confidence {ood['auroc_confidence']:.3f}"
+        lines += ["", f"foreign rows ({ood['dataset']}, {ood['rows']:,}), AUROC {by}"]
     return "\n".join([*lines, f"written to {written}"])
+
+
+VARIANTS = {"raw": "as trained", "calibrated": "calibrated", "raw_tta": "TTA", "calibrated_tta": "calibrated, TTA"}
+
+
+def votes_table(votes: dict[str, Any]) -> list[str]:
+    """Linear head and votes side by side, on the same test rows and the same neighbors."""
+    voters = votes["voters"]
+    variants = [v for v in VARIANTS if v in next(iter(voters.values()))]
+    k = f"k = {','.join(map(str, votes['ensemble']))}" if votes["ensemble"] else f"k = {votes['k']}"
+    shown = {"accuracy": "{:>9.2%}", "nll": "{:>9.4f}", "ece": "{:>8.4f}"}
+    lines = [f"{'test, ' + k:<16}" + "".join(f"{VARIANTS[v]:^28}" for v in variants) + f"{'training rows,':>16}"]
+    lines += [f"{'':<16}" + f"{'accuracy':>9}{'NLL':>9}{'ECE':>8}  " * len(variants) + f"{'self left out':>16}"]
+    for name, of_voter in voters.items():
+        cells = ["".join(form.format(of_voter[v][key]) for key, form in shown.items()) + "  " for v in variants]
+        left_out = f"{of_voter['train_leave_one_out']:.2%}" if "train_leave_one_out" in of_voter else "-"
+        lines.append(f"{name:<16}{''.join(cells)}{left_out:>16}")
+    if by_k := votes.get("by_k"):
+        lines += ["", f"{'as trained, k =':<16}" + "".join(f"{k:>18}" for k in next(iter(by_k.values())))]
+        lines += [
+            f"{name:<16}" + "".join(f"{scores['accuracy']:>10.2%}{scores['nll']:>8.3f}" for scores in of_k.values())
+            for name, of_k in by_k.items()
+        ]
+    return lines
 
 
 def write_epochs(folder: Path, final: str) -> None:

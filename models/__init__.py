@@ -93,6 +93,18 @@ def table_mlp(spec: ModelSpec) -> nn.Module:
     return _with_weights(model, spec.pretrained)
 
 
+@MODELS.register("identity")
+def identity(spec: ModelSpec) -> nn.Module:
+    """Nothing: the rows of an npz are features already."""
+    if len(spec.shape) != 1:
+        raise BadOption("model", "must be one for images (vit, timm/NAME) with this data set", spec.name)
+    if spec.pretrained:
+        raise BadOption("pretrained", "has nowhere to go: the model identity has no weights", spec.pretrained)
+    model = nn.Identity()
+    model.num_features = spec.shape[0]  # type: ignore[assignment]
+    return model
+
+
 def _with_weights(model: nn.Module, pretrained: str | None) -> nn.Module:
     if pretrained == "hub":
         raise BadOption("pretrained", "hub has weights for timm/NAME models only; give FILE.safetensors", pretrained)

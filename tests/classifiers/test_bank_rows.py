@@ -113,6 +113,35 @@ def test_replace_and_refresh():
         bank.replace([101], queries[:1])
 
 
+@pytest.mark.parametrize("kind", ["flat", "ip"])
+def test_lengths_follow_what_is_written(kind):
+    """FAISS is told the squared lengths of the rows. Were they those of rows that were there before, short rows would look far away."""
+    bank, queries = filled(101, 131, kind)
+
+    def check() -> None:
+        found = assert_exact(bank, queries, 3)
+        # Only for many numbers at once does FAISS use lengths.
+        assert (bank.search(queries.repeat(47, 1), 3).index == found.index.repeat(47, 1)).all()
+
+    bank.refresh(10 * bank.embeddings)
+    check()
+    bank.replace(bank.ids[:23], queries + 0.01)
+    check()
+    bank.add(10 * queries, [0] * 23)
+    bank.add(queries + 0.02, [0] * 23)
+    check()
+    bank.refresh(0.1 * bank.embeddings.flip(0))
+    check()
+    bank.refresh(bank.embeddings + 7)  # centered
+    check()
+    bank.replace(bank.ids[:23], queries + 7)
+    queries += 7
+    check()
+    queries += 100
+    bank.add(queries.repeat(13, 1) + torch.arange(299)[:, None] / 300, [0] * 299)  # so many that the center is another
+    check()
+
+
 def test_inference_mode_leaves_no_trace():
     with torch.inference_mode():
         bank, queries = filled(101, 7)

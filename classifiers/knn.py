@@ -1,0 +1,242 @@
+"""Heads that look at neighbors: an embedder, a bank of the training rows' embeddings, and a voter over those nearest to a query."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from classifiers.bank import EVICTIONS, Bank, Neighbors
+from classifiers.embedder import Embedder
+from classifiers.heads import HEADS, Head, LinearHead
+from classifiers.losses import collapse, contrastive_margin, nll, supervised_contrastive
+from classifiers.neighbor_attention import NeighborAttention
+from classifiers.values import TabrValues
+from classifiers.voters import BLOCK, HeadVoter, Mixture, NeighborVoter, Query, Questions, Voter
+from classifiers.votes import VOTES, Prior
+from utils import BadOption, one_of, whole_numbers
+
+
+class NeighborHead(Head):
+    """What all heads over a bank share. A subclass makes `self.voter`.
+
+    NOTE: `index` keeps a training row, and both rows of a mixed one, out of their own neighbors, by id.
+    """
+
+    wants_bank = True
+    learned = False  # whether the vote has parameters of its own that are worth training
+
+    def __init__(
+        self,
+        num_features: int,
+        num_classes: int,
+        *,
+        embed_dim: int | None = None,
+        k_train: int = 16,
+        k_eval: str | int | Sequence[int] | None = None,
+        k_ensemble: str | Sequence[int] | None = None,
+        adaptive_k: bool = False,
+        prior: str = "learned",
+        index: str = "auto",
+        bank_cap: int | None = None,
+        bank_evict: str = EVICTIONS[0],
+        neighbor_sample: float = 1.0,
+        contrastive_weight: float = 0.5,
+        contrastive_form: str = "temperature",
+        contrastive_temperature: float = 0.1,
+        contrastive_margin: float = 0.5,
+        hard_negatives: float = 0.0,
+        label_smoothing: float = 0.0,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.num_classes = num_classes
+        self.embedder = Embedder(num_features, (256 if self.learned else 0) if embed_dim is None else embed_dim, dropout=dropout)
+        self.k_train = k_train
+        self.ks = whole_numbers(k_eval, "k_eval") or (k_train,)  # the first one decides; the others are reported
+        self.ensemble = whole_numbers(k_ensemble, "k_ensemble")
+        self.adaptive_k, self.prior_kind = adaptive_k, one_of(prior, ("learned", "constant"), "prior")
+        self.bank_options = {"kind": index, "cap": bank_cap, "evict": bank_evict}
+        self.neighbor_sample, self.label_smoothing = neighbor_sample, label_smoothing
+        self.contrastive_weight, self.contrastive_form = contrastive_weight, contrastive_form
+        self.contrastive = {"hard_negatives": hard_negatives}
+        self.contrastive |= {"margin": contrastive_margin} if contrastive_form == "margin" else {"temperature": contrastive_temperature}
+        self.bank: Bank | None = None
+
+    voter: Voter
+
+    def new_prior(self) -> Prior:
+        return Prior(self.num_classes, constant=self.prior_kind == "constant")
+
+    def make_voter(self, weigh: Any, values: TabrValues | None = None) -> NeighborVoter:
+        return NeighborVoter(
+            weigh, self.num_classes, prior=self.new_prior(), values=values, ensemble=self.ensemble, adaptive=self.adaptive_k
+        )
+
+    @property
+    def knn(self) -> NeighborVoter:
+        """The voter that looks at the neighbors."""
+        return self.voter.knn if isinstance(self.voter, Mixture) else self.voter  # type: ignore[return-value]
+
+    @property
+    def k(self) -> int:
+        """Neighbors that an evaluation looks at."""
+        return max(self.ensemble) if self.ensemble else self.ks[0]
+
+    # ------------------------------------------------ neighbors
+
+    def embed(self, features: Tensor) -> Tensor:
+        embedding: Tensor = self.embedder(features)
+        return embedding
+
+    def refresh(self, bank: Bank) -> None:
+        if bank.dim != self.embedder.dim:
+            raise BadOption("bank", f"must hold embeddings of this head's dimension ({self.embedder.dim})", bank.dim)
+        bank.require_classes(self.num_classes)
+        for name, k in {"k_train": self.k_train, "k_eval": max(self.ks), "k_ensemble": max(self.ensemble, default=1)}.items():
+            if k > len(bank):
+                raise BadOption(name, f"must be at most the number of rows in the bank ({len(bank)})", k)
+        self.bank = bank
+
+    def neighbors(self, embedding: Tensor, k: int, exclude: Tensor | None = None, bank: Bank | None = None) -> Neighbors:
+        bank = bank or self.bank
+        if bank is None:
+            raise BadOption("bank", "must be handed to the head before it votes: refresh(bank)")
+        found = bank.search(embedding.detach(), k, exclude)
+        if bank.kind == "ip":  # of unit vectors: |q - x|^2 = 2 - 2 q.x
+            return Neighbors((2 + 2 * found.distance).clamp_min(0), found.index, found.label, found.embedding, found.mask)
+        return found
+
+    def ask(self, features: Tensor, k: int | None = None) -> Questions:
+        """Many rows' neighbors, found in blocks."""
+        embedding = torch.cat([self.embed(rows).detach() for rows in features.split(BLOCK)])
+        return self._questions(features, embedding, k or self.k)
+
+    def without_themselves(self, ids: Tensor) -> Questions:
+        """Rows of the bank and their neighbors, which they are not among. Of features the bank knows nothing."""
+        assert self.bank is not None
+        embedding = self.bank.take(ids)[0]
+        return self._questions(embedding[:, :0], embedding, self.k, ids)
+
+    def _questions(self, features: Tensor, embedding: Tensor, k: int, exclude: Tensor | None = None) -> Questions:
+        near = [
+            self.neighbors(rows, k, None if exclude is None else exclude[at * BLOCK :][:BLOCK])
+            for at, rows in enumerate(embedding.split(BLOCK))
+        ]
+        distance, index = (torch.cat([getattr(n, part) for n in near]) for part in ("distance", "index"))
+        return Questions(features, embedding, distance, index, self.bank)
+
+    # ------------------------------------------------ the contract
+
+    def forward(self, features: Tensor) -> Tensor:
+        embedding = self.embed(features)
+        log_probs: Tensor = self.voter(Query(features, embedding, self.neighbors(embedding, self.k)))
+        return log_probs
+
+    def loss(self, features: Tensor, target: Tensor, index: Tensor) -> dict[str, Tensor]:
+        embedding = self.embed(features)
+        if not embedding.isfinite().all():
+            return {"knn_nll": embedding.sum()}  # not a number: the loop says that training diverged, and where
+        bank = self.bank
+        if bank is not None and self.neighbor_sample < 1:
+            bank = bank.sample(max(self.k_train, round(self.neighbor_sample * len(bank))))
+        near = self.neighbors(embedding, self.k_train, index, bank)
+        return self.terms(Query(features, embedding, near), target, index)
+
+    def terms(self, query: Query, target: Tensor, index: Tensor) -> dict[str, Tensor]:
+        weights = self.knn.weights(query)
+        near = query.neighbors
+        vote = self.knn.settle(self.knn.count(weights, query), near.distance, near.mask)
+        terms = {"knn_nll": nll(vote, target, self.label_smoothing)}
+        if self.contrastive_weight:
+            form = contrastive_margin if self.contrastive_form == "margin" else supervised_contrastive
+            terms["contrastive"] = self.contrastive_weight * form(query.embedding, target, **self.contrastive)
+        return terms | self.more_terms(weights, query, target, index)
+
+    def more_terms(self, weights: Tensor, query: Query, target: Tensor, index: Tensor) -> dict[str, Tensor]:
+        return {}
+
+    def part_of(self, name: str) -> str:
+        return "projection" if name.startswith("embedder.") else "head" if ".linear." in f".{name}" else "attention"
+
+
+@HEADS.register("knn")
+class KnnHead(NeighborHead):
+    """The k nearest training rows vote: uniform, by distance, or by softmax of the cosine (DINO)."""
+
+    def __init__(self, num_features: int, num_classes: int, *, vote: str = "softmax-cosine", **options: Any) -> None:
+        super().__init__(num_features, num_classes, **options)
+        self.voter = self.make_voter(VOTES[vote])
+
+
+@HEADS.register("attn-knn")
+class AttnKnnHead(NeighborHead):
+    """Learned multi-head attention over the k nearest training rows decides how much each may say."""
+
+    learned = True
+
+    def __init__(
+        self,
+        num_features: int,
+        num_classes: int,
+        *,
+        attention_heads: int = 4,
+        distance_bias: bool = True,
+        neighbor_self_attention: bool = False,
+        prototypes: bool = False,
+        label_bias: bool = False,
+        values: str = "labels",
+        entropy_reg: float = 0.0,
+        **options: Any,
+    ) -> None:
+        super().__init__(num_features, num_classes, **options)
+        dim = self.embedder.dim
+        attention = NeighborAttention(
+            dim,
+            num_heads=attention_heads,
+            num_classes=num_classes,
+            self_attention=neighbor_self_attention,
+            prototypes=prototypes,
+            label_bias=label_bias,
+            distance_bias=distance_bias,
+        )
+        tabr = TabrValues(dim, num_classes) if one_of(values, ("labels", "tabr"), "values") == "tabr" else None
+        self.voter, self.entropy_reg = self.make_voter(attention, tabr), entropy_reg
+
+    def more_terms(self, weights: Tensor, query: Query, target: Tensor, index: Tensor) -> dict[str, Tensor]:
+        terms = super().more_terms(weights, query, target, index)
+        if self.entropy_reg:
+            terms["entropy"] = self.entropy_reg * collapse(weights, query.neighbors.mask)
+        return terms
+
+
+class WithLinear(NeighborHead):
+    """p = lambda p_knn + (1 - lambda) p_linear. Both learn, each from its own loss; lambda is fixed, or fitted in calibration."""
+
+    def __init__(
+        self, num_features: int, num_classes: int, *, mix_lambda: float | None = None, criterion: str = "CrossEntropy", **options: Any
+    ) -> None:
+        super().__init__(num_features, num_classes, **options)
+        linear = LinearHead(num_features, num_classes, criterion=criterion, label_smoothing=self.label_smoothing)
+        self.voter = Mixture(HeadVoter(linear), self.knn, share=mix_lambda)
+
+    @property
+    def linear(self) -> LinearHead:
+        linear: LinearHead = self.voter.linear.head  # type: ignore[union-attr, assignment]
+        return linear
+
+    def more_terms(self, weights: Tensor, query: Query, target: Tensor, index: Tensor) -> dict[str, Tensor]:
+        linear = {f"linear_{name}": term for name, term in self.linear.loss(query.features, target, index).items()}
+        return super().more_terms(weights, query, target, index) | linear
+
+
+@HEADS.register("linear+knn")
+class LinearKnnHead(WithLinear, KnnHead):
+    """A linear head and a plain kNN vote, mixed."""
+
+
+@HEADS.register("linear+attn-knn")
+class LinearAttnKnnHead(WithLinear, AttnKnnHead):
+    """A linear head and the learned vote over neighbors, mixed."""

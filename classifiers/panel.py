@@ -1,0 +1,106 @@
+"""The panel: linear, uniform, distance and attention votes side by side, on the same rows and the same neighbors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from classifiers.calibration import calibrate, leave_one_out, opinions
+from classifiers.heads import Head
+from classifiers.knn import AttnKnnHead, NeighborHead
+from classifiers.neighbor_attention import NeighborAttention
+from classifiers.voters import HeadVoter, Mixture, NeighborVoter, Questions, Voter
+from classifiers.votes import VOTES, log_probabilities, probabilities_at
+
+PLAIN = ("uniform", "distance")  # compared with every head
+LEAVE_ONE_OUT_EPOCHS = 3
+
+
+class Panel(nn.Module):
+    """Voters by name, each as it is and (once `calibrate` was called) calibrated. `main` is the head's own.
+
+    Not the head's own modules but copies: the head stays as it was trained.
+    """
+
+    def __init__(self, raw: Mapping[str, Voter], main: str, mode: str, asker: NeighborHead | None) -> None:
+        super().__init__()
+        self.main, self.mode = main, mode
+        self.raw = nn.ModuleDict({name: copy.deepcopy(voter) for name, voter in raw.items()})
+        self.calibrated = nn.ModuleDict(
+            {name: with_prior(voter, asker) if mode == "head" and asker else copy.deepcopy(voter) for name, voter in raw.items()}
+        )
+
+    def calibrate(self, questions: Questions, target: Tensor, seed: int) -> None:
+        for name, voter in list(self.calibrated.items()):
+            assert isinstance(voter, Voter)
+            self.calibrated[name] = calibrate(voter, questions, target, self.mode, seed)
+
+    @torch.no_grad()
+    def log_probs(self, questions: Sequence[Questions], *, calibrated: bool) -> dict[str, Tensor]:
+        """Of each voter, (N, C); with several views of the same rows, of their mean probability."""
+        found = {}
+        for name, voter in (self.calibrated if calibrated else self.raw).items():
+            assert isinstance(voter, Voter)
+            views = [voter.settle(opinions(voter, view), view.distance, view.mask) for view in questions]
+            found[name] = views[0] if len(views) == 1 else log_probabilities(torch.stack([v.exp() for v in views]).mean(0))
+        return found
+
+    @torch.no_grad()
+    def by_k(self, questions: Questions, ks: Sequence[int]) -> dict[str, list[Tensor]]:
+        """Log-probabilities of the votes of the first k neighbors, for each k, from one search."""
+        found = {}
+        for name, voter in self.raw.items():
+            if isinstance(voter, NeighborVoter) and voter.values is None:
+                voter.eval()
+                votes = [
+                    probabilities_at(voter.weights(q), q.neighbors.label, voter.num_classes, ks, q.neighbors.mask)
+                    for q in questions.blocks()
+                ]
+                found[name] = [log_probabilities(vote) for vote in torch.cat(votes, 1)]
+        return found
+
+
+def with_prior(voter: Voter, head: NeighborHead) -> Voter:
+    """A copy whose vote has a prior: the class frequencies of the bank, where it had none."""
+    voter = copy.deepcopy(voter)
+    knn = voter.knn if isinstance(voter, Mixture) else voter
+    if isinstance(knn, NeighborVoter) and knn.prior is None:
+        knn.prior = head.new_prior()
+        if head.bank is not None:
+            knn.prior.start_from(head.bank.labels)
+        knn.prior.to(voter.log_temperature.device)
+    return voter
+
+
+def panel_of(head: NeighborHead, num_classes: int, mode: str) -> Panel:
+    """The voters to compare with a head that has a bank: its own, its parts, and the votes without parameters."""
+    knn = head.knn
+    own = "attention" if isinstance(knn.weigh, NeighborAttention) else next(n for n in VOTES if VOTES[n] is knn.weigh)
+    device = knn.log_temperature.device
+    options = {"ensemble": head.ensemble, "adaptive": head.adaptive_k}
+    plain = {name: NeighborVoter(VOTES[name], num_classes, **options).to(device) for name in PLAIN if name != own}  # type: ignore[arg-type]
+    voters: dict[str, Voter] = {**plain, own: knn}
+    if isinstance(head.voter, Mixture):
+        voters = {"linear": head.voter.linear, **voters, "mixture": head.voter}
+    return Panel(voters, "mixture" if isinstance(head.voter, Mixture) else own, mode, head)
+
+
+def asker_for(num_features: int, num_classes: int, **options: Any) -> AttnKnnHead:
+    """For a head without a bank: votes over its backbone's features as they are, brought to unit length."""
+    heads = next(h for h in (4, 3, 2, 1) if num_features % h == 0)
+    return AttnKnnHead(num_features, num_classes, embed_dim=0, attention_heads=heads, contrastive_weight=0.0, **options)
+
+
+def panel_beside(head: Head, name: str, asker: AttnKnnHead, mode: str) -> Panel:
+    """A head without a bank, and the votes over the features of its backbone."""
+    others = panel_of(asker, asker.num_classes, mode).raw
+    return Panel({name: HeadVoter(head), **others}, name, mode, asker)  # type: ignore[dict-item]
+
+
+def train_attention(asker: AttnKnnHead, questions: Questions, target: Tensor, seed: int) -> None:
+    """The attention of such votes, trained on the bank's own rows, each without itself."""
+    leave_one_out(asker.knn, questions, target, LEAVE_ONE_OUT_EPOCHS, seed)

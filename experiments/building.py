@@ -1,0 +1,265 @@
+"""The parts of a run: its configuration completed and checked, its data, its model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import config as flags
+import dataset
+import models
+from batches import Batches
+from classifiers import HEADS, Bank
+from classifiers.index import check_kind
+from config import Config
+from models import cost
+from train_eval import Classifier
+from utils import BadOption, options_of, say, seed_everything, versions, whole_numbers
+
+# ---------------------------------------------------------------- parts of a run
+
+
+def complete(given: Mapping[str, Any], data: dataset.Data) -> Config:
+    """The configuration with nothing left open, and checked across options."""
+    config = flags.resolve(given, shape=data.shape)
+    if config.resize is None:
+        from models.backbones import default_size
+
+        config = dataclasses.replace(config, resize=default_size(config.model))
+        if config.resize:
+            say(f"resize: {config.resize} (the input size of {config.model})")
+    config = without_unused(config, given, data)
+    check_neighbors(config, data)
+    if data.val is None:
+        if config.patience:
+            raise BadOption("patience", "needs validation rows (--val_fraction above 0)", config.patience)
+        if config.scheduler == "plateau":
+            raise BadOption("scheduler", "needs validation rows (--val_fraction above 0)", config.scheduler)
+        say(f"validation: no rows (--val_fraction {config.val_fraction}), so the last epoch counts as the best")
+    return config
+
+
+SIZES = ("patch_size", "num_layers", "num_heads", "d_hidden", "d_mlp")  # a timm model has its own
+
+
+def without_unused(config: Config, given: Mapping[str, Any], data: dataset.Data) -> Config:
+    """Options that this model or these rows do not use are unset, so that no record claims them, and named if they were asked for."""
+    off: dict[str, Any] = dict.fromkeys(SIZES) if config.model.startswith("timm/") else {}
+    if data.kind == "table":
+        off |= {"noise": 0.0, "augment": False, "resize": 0, "cutmix_alpha": 0.0}
+    if config.model in ("mlp", "identity"):
+        off |= dict.fromkeys(("layer", "patch_size", "num_heads", "attention_dropout", *flags.LAYER_OPTIONS))
+    if config.model == "identity":
+        off |= dict.fromkeys(("num_layers", "d_hidden", "d_mlp", "lr_backbone"))
+    known = options_of(HEADS[config.head])
+    of_head: dict[str, Any] = dict.fromkeys(name for name in flags.NEIGHBOR_OPTIONS if name not in known)
+    if HEADS[config.head].wants_bank:
+        del of_head["memory_update_freq"]
+    else:
+        of_head |= dict.fromkeys(("lr_projection", "lr_attention"))
+    if config.freeze_backbone and config.augment:
+        del of_head["views"]
+    for owner, unset in ((f"{config.model} on {data.kind} rows", off), (f"--head {config.head}", of_head)):
+        if named := [f"--{name}" for name in unset if name in given and given[name] != unset[name]]:
+            say(f"unused by {owner}: {', '.join(named)}")
+    return dataclasses.replace(config, **off, **of_head)
+
+
+def check_evaluation(config: Config, data: dataset.Data, device: torch.device) -> None:
+    """What would fail after training is found before it."""
+    if config.tta > 1 and data.kind == "table":
+        raise BadOption("tta", "needs images: the rows of a table have no views", config.tta)
+    if config.ood:
+        foreign_rows(config, data, config.ood, device)
+
+
+def check_neighbors(config: Config, data: dataset.Data) -> None:
+    """What can only fail once there is a bank is found before anything is trained."""
+    if not HEADS[config.head].wants_bank:
+        return
+    check_kind(config.index, config.embed_dim or 64)
+    rows = min(len(data.train), config.bank_cap or len(data.train))
+    for name in ("k_train", "k_eval", "k_ensemble"):
+        if max(whole_numbers(getattr(config, name), name), default=1) > rows:
+            raise BadOption(name, f"must be at most the number of rows in the bank ({rows})", getattr(config, name))
+    if absent := [data.classes[c] for c, count in enumerate(data.facts["class_counts"]) if not count]:
+        raise BadOption("head", f"{config.head} votes for classes of training rows; there is none of {', '.join(absent[:10])}")
+    if config.vote == "uniform" and not (config.contrastive_weight or config.freeze_backbone):
+        raise BadOption("vote", "uniform teaches the backbone nothing: use --freeze_backbone or a --contrastive_weight above 0", "uniform")
+
+
+def build(config: Config, data: dataset.Data, device: torch.device, *, trained: bool = False) -> Classifier:
+    """Seeds, then builds backbone and head. `trained`: its weights will come from a checkpoint, not from --pretrained."""
+    seed_everything(config.seed, config.deterministic)
+    chosen: dict[str, Any] = dict(
+        layer=config.layer,
+        patch_size=config.patch_size,
+        depth=config.num_layers,
+        dim=config.d_hidden,
+        num_heads=config.num_heads,
+        d_mlp=config.d_mlp,
+        dropout=config.dropout,
+        attention_dropout=config.attention_dropout,
+        pretrained=None if trained else config.pretrained,
+    )
+    spec = models.ModelSpec(
+        name=config.model,
+        shape=input_shape(config, data),
+        num_classes=data.num_classes,
+        layer_options={k: v for k in flags.LAYER_OPTIONS if (v := getattr(config, k)) is not None},
+        **{k: v for k, v in chosen.items() if v is not None},
+    )
+    backbone: Any = models.build(spec)
+    head_class = HEADS[config.head]
+    known = options_of(head_class)
+    options = {k: v for k, v in dataclasses.asdict(config).items() if k in known and v is not None}
+    head = head_class(backbone.num_features, data.num_classes, **options)
+    if config.freeze_backbone:
+        backbone.requires_grad_(False)
+        if not (config.pretrained or trained or config.model == "identity"):
+            say("freeze_backbone: its weights are random (no --pretrained)")
+    if start := getattr(backbone, "classifier_weights", None):
+        start_from(head, start)
+    facts = {
+        "config": dataclasses.asdict(config),
+        "classes": list(data.classes),
+        "shape": list(data.shape),
+        "fitted": data.fitted,
+        "data": data.facts,
+        "versions": versions(),
+        "threads": torch.get_num_threads(),
+    }
+    return Classifier(backbone, head, data.num_classes, facts).to(device)
+
+
+def start_from(head: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """A pretrained classifier of the same classes is the start of a linear head."""
+    layer = getattr(getattr(head, "linear", head), "fc", None)
+    if isinstance(layer, torch.nn.Linear) and layer.weight.shape == weights["weight"].shape:
+        layer.load_state_dict(dict(weights))
+        say("head: starts from the pretrained classifier")
+
+
+def batches(config: Config, data: dataset.Data, part: str, device: torch.device) -> Batches | None:
+    split = getattr(data, part)
+    if split is None:
+        return None
+    shape = input_shape(config, data)
+    train = part == "train"
+    return Batches(
+        split,
+        data,
+        batch_size=config.batch_size,
+        device=device,
+        size=(shape[1], shape[2]) if len(shape) == 3 else None,
+        train=train,
+        augment=config.augment and train,
+        noise=config.noise,
+        seed=config.seed,
+        workers=config.workers,
+    )
+
+
+def foreign_rows(config: Config, data: dataset.Data, name: str, device: torch.device) -> Batches:
+    """The test rows of another data set as this model reads images: normalized alike, at its size, gray as color."""
+    other = load_data({**dataclasses.asdict(config), "dataset": name, "label_noise": None, "imbalance": 1.0}, None)
+    if other.kind != data.kind or (data.kind == "table" and other.shape != data.shape):
+        rule = f"must have rows like those of {data.name} ({data.kind} {data.shape}), not {other.kind} {other.shape}"
+        raise BadOption("ood", rule, name)
+    split, channels = other.test, data.shape[0]
+    if data.kind == "image" and other.shape[0] != channels:
+        if other.shape[0] != 1:
+            raise BadOption("ood", f"must have {channels} channels like {data.name}, or 1", f"{name} with {other.shape[0]}")
+        split = dataset.Split(split.x.repeat(channels, 1), split.y)
+    shape = input_shape(config, data)
+    size = (shape[1], shape[2]) if len(shape) == 3 else None
+    alike = dataclasses.replace(other, fitted=data.fitted, flip=data.flip)
+    return Batches(split, alike, batch_size=config.batch_size, device=device, size=size, noise=config.noise, workers=config.workers)
+
+
+def input_shape(config: Config, data: dataset.Data) -> tuple[int, ...]:
+    return (data.shape[0], config.resize, config.resize) if len(data.shape) == 3 and config.resize else data.shape
+
+
+def one_row(model: Classifier, data: dataset.Data, config: Config, device: torch.device) -> float:
+    """GFLOPs of one row, the search in a bank not counted. The first forward pass, before anything is written: what can't work
+    fails here."""
+    model.eval()
+    x = torch.zeros(1, *input_shape(config, data), device=device)
+    if not model.head.wants_bank or model.head.bank is not None:
+        return cost.gflops(model, x)
+    with torch.no_grad():
+        dim = model.head.embed(model.backbone(x)).shape[1]
+    stand_in = Bank(dim, kind="flat")
+    rows = max(data.num_classes, 1 + max(whole_numbers([config.k_train, *ks_of(config)], "k_eval")))
+    stand_in.add(torch.eye(dim).repeat(1 + rows // dim, 1)[:rows], torch.arange(rows) % data.num_classes)
+    model.head.refresh(stand_in)
+    gflops = cost.gflops(model, x)
+    model.head.bank = None
+    return gflops
+
+
+def ks_of(config: Config) -> tuple[int, ...]:
+    """Every number of neighbors that an evaluation asks for."""
+    return (*whole_numbers(config.k_eval, "k_eval"), *whole_numbers(config.k_ensemble, "k_ensemble"))
+
+
+def load_data(values: Mapping[str, Any], fitted: dict[str, Any] | None = None) -> dataset.Data:
+    options = {k: values[k] for k in ("val_fraction", "seed", "label_noise", "imbalance") if k in values}
+    ready = values.get("model") == "identity"
+    return dataset.load(values.get("dataset", "digits"), values.get("data_path", "./data"), fitted=fitted, ready=ready, **options)
+
+
+def with_published_normalization(config: Config, data: dataset.Data) -> dataset.Data:
+    """Pretrained timm weights want the mean and standard deviation they were trained with."""
+    if not (config.pretrained and config.model.startswith("timm/") and len(data.shape) == 3 and data.shape[0] == 3):
+        return data
+    from models.backbones import normalization
+
+    return dataclasses.replace(data, fitted={**data.fitted, **normalization(config.model)})
+
+
+def merge(saved: dict[str, Any], given: Mapping[str, Any], free: frozenset[str], flag: str) -> Config:
+    """A saved configuration with those of its options changed that may change."""
+    if strange := [name for name in saved if name not in flags.FIELDS]:
+        raise BadOption(flag, f"was written by a version with other options ({', '.join(strange)})")
+    config = Config(**saved)  # an option newer than the checkpoint has its default
+    for name, value in given.items():
+        if name not in free and value != getattr(config, name):
+            raise BadOption(name, f"contradicts --{flag}, which has {getattr(config, name)}", value)
+    return dataclasses.replace(config, **{k: v for k, v in given.items() if k in free})
+
+
+def with_absolute_paths(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Files as the run will find them again, wherever it is resumed from."""
+    paths = {name: str(Path(given[name]).resolve()) for name in ("data_path", "plugin") if given.get(name)}
+    for name in ("dataset", "label_noise"):
+        prefix, colon, path = str(given.get(name) or "").partition(":") if name == "dataset" else ("", "", str(given.get(name) or ""))
+        if (colon and prefix in dataset.PREFIXES and path) or ".npz" in path:
+            paths[name] = f"{prefix}{colon}{Path(path).resolve()}"
+    return {**given, **paths}
+
+
+def check_same(data: dataset.Data, facts: Mapping[str, Any]) -> None:
+    """The data set must fit a model that exists."""
+    if data.num_classes != len(facts["classes"]):
+        raise BadOption("checkpoint", f"is for {len(facts['classes'])} classes, and {data.name} has {data.num_classes}")
+    if list(data.classes) != facts["classes"]:
+        say(f"classes: matched by number; the checkpoint has {facts['classes'][:3]} ..., {data.name} has {list(data.classes[:3])} ...")
+    if list(data.shape) != facts["shape"] and (len(data.shape) != 3 or data.shape[0] != facts["shape"][0] or not facts["config"]["resize"]):
+        raise BadOption("checkpoint", f"is for rows of shape {tuple(facts['shape'])}, and {data.name} has {data.shape}")
+
+
+def choose_device(name: str) -> torch.device:
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name == "auto":
+        name = next(kind for kind in ("cuda", "mps", "cpu") if there[kind])
+        reason = {"cuda": "a CUDA device was found", "mps": "an Apple GPU was found", "cpu": "no CUDA device found"}
+        say(f"device: {name} ({reason[name]})")
+    if not there[name]:
+        raise BadOption("device", f"must be one that is here (no {name.upper()} device found)", name)
+    return torch.device(name)

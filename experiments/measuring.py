@@ -1,0 +1,210 @@
+"""What a trained model is worth: its head beside the other votes on the same neighbors, before and after calibration, and the cost.
+
+The test split is looked at here, once. Features are computed once for each view of a row; everything else reads them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from classifiers import metrics as six
+from classifiers.bank import Bank
+from classifiers.knn import AttnKnnHead, NeighborHead
+from classifiers.metrics import auroc, confusion_matrix, detailed
+from classifiers.panel import Panel, asker_for, panel_beside, panel_of, train_attention
+from classifiers.voters import HeadVoter, NeighborVoter, Questions
+from config import Config
+from dataset import Data
+from experiments.building import foreign_rows, input_shape, ks_of
+from experiments.sets import Sets
+from models import cost
+from train_eval import Classifier, evaluate, features_of, packed, remember
+from utils import BadOption, git_state, say, versions
+
+MOST_ROWS = 100_000  # of a training split whose features are compared unasked
+LEFT_OUT = 10_000  # training rows, evenly spaced, that are classified without themselves
+
+
+class Judge:
+    """A model's panel of voters over one bank, and how it does."""
+
+    def __init__(self, config: Config, data: Data, model: Classifier, sets: Sets) -> None:
+        self.config, self.data, self.model, self.sets = config, data, model, sets
+        self.mode = (config.calibrate or "head") if data.val is not None else "none"
+        # What counts as the model's own output: as trained, unless calibration was asked for or the head lives by it.
+        self.calibrated = self.mode != "none" and (config.calibrate is not None or model.head.wants_bank)
+        self.asker: NeighborHead | None = None
+        self.panel: Panel
+
+    # ------------------------------------------------ the panel
+
+    def prepare(self, stored: Mapping[str, Tensor] | None, bank: Bank | None) -> None:
+        """The panel, as it is stored in a checkpoint, or fitted: its attention to training rows, its confidence to validation rows."""
+        head, config = self.model.head, self.config
+        if isinstance(head, NeighborHead):
+            self.asker = head
+            if head.bank is None:
+                remember(self.model, self.sets.train.plain(), config.use_amp)
+            self.panel = panel_of(head, self.data.num_classes, self.mode)
+        elif self.compares(stored):
+            asker = self.asker = self.votes_over_features(bank)
+            if stored is None:
+                train_attention(asker, *self.left_out(), config.seed)
+            self.panel = panel_beside(head, config.head, asker, self.mode)
+        else:
+            self.panel = Panel({config.head: HeadVoter(head)}, config.head, self.mode, None)
+        self.panel.to(self.sets.test.device)
+        if stored is not None and set(stored) == set(self.panel.state_dict()):
+            self.panel.load_state_dict(dict(stored))
+        elif self.mode != "none" and self.sets.val is not None:
+            self.panel.calibrate(self.ask(self.sets.val), self.sets.val.target, config.seed)
+
+    def without_calibration(self, reason: str) -> None:
+        say(f"calibrate: not possible ({reason})")
+        self.mode, self.calibrated = "none", False
+
+    def groups(self) -> dict[str, dict[str, Tensor]]:
+        """What a checkpoint keeps of it: the bank and all that was fitted."""
+        return {"votes": self.panel.state_dict(), **packed(self.asker.bank if self.asker else None)[0]}
+
+    def facts(self) -> dict[str, Any]:
+        return packed(self.asker.bank if self.asker else None)[1]
+
+    def validate(self) -> dict[str, float] | None:
+        """The validation rows as the loop sees them: before calibration."""
+        val = self.sets.val
+        return evaluate(self.model, val, self.config.use_amp) if val is not None else None
+
+    def compares(self, stored: Mapping[str, Tensor] | None) -> bool:
+        wanted = self.config.compare_votes
+        if stored is not None:
+            return any("attention" in name for name in stored)
+        return len(self.data.train) <= MOST_ROWS if wanted is None else wanted
+
+    def votes_over_features(self, bank: Bank | None) -> AttnKnnHead:
+        config, train = self.config, self.sets.train.plain()
+        if bank is None:
+            features = features_of(self.model, train, config.use_amp)
+            rows = torch.nn.functional.normalize(features, dim=1)
+            bank = Bank(rows.shape[1])
+            bank.add(rows, train.target, torch.arange(len(rows)))
+        options = dict(k_eval=config.k_eval, k_ensemble=config.k_ensemble, adaptive_k=config.adaptive_k)
+        k = min(16, len(bank))
+        torch.manual_seed(config.seed)
+        asker = asker_for(bank.dim, self.data.num_classes, k_train=k, **options).to(train.device).eval()
+        asker.refresh(bank)
+        return asker
+
+    def ask(self, rows: Any, k: int | None = None) -> Questions:
+        features = features_of(self.model, rows, self.config.use_amp)
+        if self.asker is None:
+            empty = features[:, :0]
+            return Questions(features, empty, empty, empty.long(), None)
+        with torch.no_grad():
+            return self.asker.ask(features, k or self.asker.k)
+
+    def left_out(self) -> tuple[Questions, Tensor]:
+        """Training rows with their neighbors, themselves excluded, and their labels."""
+        assert self.asker is not None
+        assert self.asker.bank is not None
+        bank = self.asker.bank
+        some = torch.linspace(0, len(bank) - 1, min(len(bank), LEFT_OUT)).round().long()
+        device = self.sets.test.device
+        return self.asker.without_themselves(bank.ids[some].to(device)), bank.labels[some].to(device)
+
+    # ------------------------------------------------ what it finds
+
+    def judge(self) -> dict[str, Any]:
+        """The scores of the test split, of the head itself and of every voter."""
+        test = self.sets.test
+        ks = sorted(set(ks_of(self.config)))
+        k = max([*ks, self.asker.k]) if self.asker else None  # all k from one search
+        views = [self.ask(test.seen_as(view), k) for view in range(self.config.tta)]
+        plain, target = views[0], test.target
+        if self.asker is not None:
+            views = [view.top(self.asker.k) for view in views]
+        variants: dict[str, dict[str, Tensor]] = {}
+        for calibrated in (False, True)[: 1 + (self.mode != "none")]:
+            name = "calibrated" if calibrated else "raw"
+            variants[name] = self.panel.log_probs(views[:1], calibrated=calibrated)
+            if len(views) > 1:
+                variants[f"{name}_tta"] = self.panel.log_probs(views, calibrated=calibrated)
+        own = variants[("calibrated" if self.calibrated else "raw") + ("_tta" if len(views) > 1 else "")][self.panel.main]
+        found: dict[str, Any] = {
+            "test": scores(own, target),
+            "test_uncalibrated": scores(variants["raw"][self.panel.main], target) if self.calibrated else None,
+            "confusion": confusion_matrix(own.argmax(1), target, self.data.num_classes).tolist(),
+        }
+        if self.asker is not None:
+            assert self.asker.bank is not None
+            voters = {n: {v: scores(variants[v][n], target) for v in variants} for n in self.panel.raw}
+            how = {"k": self.asker.k, "ensemble": list(self.asker.ensemble), "bank": len(self.asker.bank)}
+            found["votes"] = {**how, **self.kept_out(voters)}
+            if len(ks) > 1:
+                by_k = self.panel.by_k(plain, ks)
+                found["votes"]["by_k"] = {
+                    name: {k: six(p, target) for k, p in zip(ks, of_k, strict=True)} for name, of_k in by_k.items()
+                }
+            if self.config.ood:
+                found["ood"] = self.foreign(views[0], own)
+        elif self.config.ood:
+            raise BadOption("ood", "needs a bank: a head over neighbors, or --compare_votes", self.config.ood)
+        return found
+
+    def kept_out(self, voters: dict[str, Any]) -> dict[str, Any]:
+        """With the accuracy of each vote over training rows that are not their own neighbors."""
+        questions, labels = self.left_out()
+        for name, voter in self.panel.raw.items():
+            if isinstance(voter, NeighborVoter):
+                with torch.no_grad():
+                    right = torch.cat([voter(query).argmax(1) for query in questions.blocks()]) == labels
+                voters[name]["train_leave_one_out"] = right.double().mean().item()
+        return {"voters": voters, "left_out_rows": len(labels)}
+
+    def foreign(self, own: Questions, log_probs: Tensor) -> dict[str, Any]:
+        """AUROC of another data set's test rows: by the distance to their neighbors, and by the model's confidence."""
+        assert self.config.ood is not None
+        theirs = self.ask(foreign_rows(self.config, self.data, self.config.ood, self.sets.test.device))
+        unsure = self.panel.log_probs([theirs], calibrated=self.calibrated)[self.panel.main]
+        return {
+            "dataset": self.config.ood,
+            "rows": len(theirs),
+            "auroc_distance": auroc(nearness(own), nearness(theirs)),
+            "auroc_confidence": auroc(-log_probs.amax(1), -unsure.amax(1)),
+        }
+
+
+def nearness(questions: Questions) -> Tensor:
+    """Mean distance to the neighbors."""
+    return (questions.distance.clamp_min(0).sqrt() * questions.mask).nan_to_num(0).sum(1) / questions.mask.sum(1).clamp_min(1)
+
+
+def scores(log_probs: Tensor, target: Tensor) -> dict[str, float]:
+    return six(log_probs, target) | detailed(log_probs, target)
+
+
+def measure(judge: Judge, size: float, *, epoch: int, seconds: float, val: dict[str, float] | None) -> dict[str, Any]:
+    """What results.json holds."""
+    config, device = judge.config, judge.sets.test.device
+    found = judge.judge()
+    x = torch.zeros(min(config.batch_size, len(judge.data.test)), *input_shape(config, judge.data), device=device)
+    return {
+        **found,
+        "val": val,
+        "epoch": epoch,
+        "params": cost.parameters(judge.model),
+        "gflops": size,
+        "images_per_second": cost.rows_per_second(judge.model.eval(), x),
+        "peak_memory_mb": cost.peak_memory_mb(device),
+        "seconds": seconds,
+        "data": judge.data.facts,
+        "config": dataclasses.asdict(config),
+        "versions": versions(),
+        "git": git_state(),
+        "threads": torch.get_num_threads(),
+    }

@@ -1,0 +1,99 @@
+"""What moves the weights: optimizer with its groups, learning rate over time, and the average of the weights."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from config import Config
+
+
+def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+    """Backbone, projection, attention and the rest of the head as groups of their own learning rate; weight decay on matrices
+    only, as in timm."""
+    groups: dict[tuple[str, bool], list[nn.Parameter]] = {}
+    head: Any = model.head
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            decays = parameter.ndim > 1 and not name.endswith(("cls_token", "pos_embed", "reg_token"))
+            owner, _, rest = name.partition(".")
+            groups.setdefault((owner if owner == "backbone" else head.part_of(rest), decays), []).append(parameter)
+    rates = {"backbone": config.lr_backbone, "projection": config.lr_projection, "attention": config.lr_attention}
+    listed: list[dict[str, Any]] = [
+        {
+            "params": parameters,
+            "name": part,
+            "peak_lr": config.lr if rates.get(part) is None else rates[part],
+            "weight_decay": config.weight_decay if decays else 0.0,
+        }
+        for (part, decays), parameters in groups.items()
+    ]
+    fused = next(model.parameters()).device.type in ("cpu", "cuda")  # one call for all tensors: small models live on it
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(listed, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0, fused=fused)
+    kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
+    return kind(listed, lr=config.lr, fused=fused)
+
+
+class Schedule:
+    """Learning rate at each update: linear warm-up times cosine, step or plateau. A function of the update, but for plateau's memory."""
+
+    def __init__(self, config: Config, optimizer: torch.optim.Optimizer, updates_per_epoch: int) -> None:
+        self.config, self.optimizer, self.updates_per_epoch = config, optimizer, updates_per_epoch
+        self.plateau = {"factor": 1.0, "best": math.inf, "stale": 0}
+
+    def factor(self, update: int) -> float:
+        """Share of the peak learning rate."""
+        config = self.config
+        warmup, total = config.warmup_epochs * self.updates_per_epoch, config.num_epochs * self.updates_per_epoch
+        if update < warmup:
+            return (update + 1) / (warmup + 1)
+        if config.scheduler == "cosine":
+            return 0.5 * (1 + math.cos(math.pi * min(1.0, (update - warmup) / max(1, total - warmup))))
+        if config.scheduler == "step":
+            return config.lr_gamma ** (update // self.updates_per_epoch // config.lr_step)
+        return self.plateau["factor"]
+
+    def before_update(self, update: int) -> None:
+        factor = self.factor(update)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * factor
+
+    def after_epoch(self, val_loss: float | None) -> None:
+        """Plateau: after more than `lr_step` epochs without a lower validation loss, the rate is multiplied by `lr_gamma`."""
+        if self.config.scheduler != "plateau" or val_loss is None:
+            return
+        memory = self.plateau
+        memory["best"], memory["stale"] = (val_loss, 0) if val_loss < memory["best"] else (memory["best"], memory["stale"] + 1)
+        if memory["stale"] > self.config.lr_step:
+            memory["factor"], memory["stale"] = memory["factor"] * self.config.lr_gamma, 0
+
+    @property
+    def lr(self) -> float:
+        """Of the last group: the head's."""
+        return self.optimizer.param_groups[-1]["lr"]
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.plateau)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.plateau.update(state)
+
+
+class Average:
+    """Moves an average of the weights after them; buffers (BatchNorm's statistics) are taken as they are."""
+
+    def __init__(self, ema: nn.Module, model: nn.Module) -> None:
+        pairs = [(old, new) for old, new in zip(ema.parameters(), model.parameters(), strict=True) if new.requires_grad]
+        self.old: list[Tensor] = [old for old, _ in pairs]
+        self.new: list[Tensor] = [new for _, new in pairs]
+        self.buffers = list(zip(ema.buffers(), model.buffers(), strict=True))
+
+    @torch.no_grad()
+    def update(self, decay: float) -> None:
+        torch._foreach_lerp_(self.old, self.new, 1 - decay)
+        for old, new in self.buffers:
+            old.copy_(new)

@@ -1,0 +1,108 @@
+"""The embedder: length 1 whatever goes in, and no gradient that poisons a batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from classifiers.embedder import Embedder, unit
+from utils import BadOption
+
+B, FEATURES, D = 13, 11, 7
+
+
+def case(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(B, FEATURES, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+
+
+def module(embed_dim: int = D, **options) -> Embedder:
+    torch.manual_seed(0)
+    return Embedder(FEATURES, embed_dim, **options)
+
+
+def test_unit_by_hand():
+    x = torch.tensor([[3.0, 4.0], [0.0, 0.0], [0.0, -1e-10], [5e15, 12e15], [1e-20, 0.0]])
+    wanted = torch.tensor([[0.6, 0.8], [0, 0], [0, -1], [5 / 13, 12 / 13], [0, 0]])
+    assert torch.allclose(unit(x), wanted)
+
+
+def test_layers_one_at_a_time():
+    embedder = module().eval()
+    parameters = dict(embedder.named_parameters())
+    assert {name: tuple(p.shape) for name, p in parameters.items()} == {
+        "project.0.weight": (2 * D, FEATURES),
+        "project.0.bias": (2 * D,),
+        "project.1.weight": (2 * D,),
+        "project.1.bias": (2 * D,),
+        "project.4.weight": (D, 2 * D),
+        "project.4.bias": (D,),
+    }
+    hidden = case() @ parameters["project.0.weight"].T + parameters["project.0.bias"]
+    hidden = (hidden - hidden.mean(1, keepdim=True)) / (hidden.var(1, correction=0, keepdim=True) + 1e-5).sqrt()
+    out = F.gelu(hidden) @ parameters["project.4.weight"].T + parameters["project.4.bias"]
+    assert torch.allclose(embedder(case()), out / out.norm(dim=1, keepdim=True), atol=1e-6)
+
+
+@pytest.mark.parametrize(("embed_dim", "dim"), [(0, FEATURES), (D, D)])
+def test_length_one_in_float32_also_under_autocast(embed_dim, dim):
+    embedder = module(embed_dim)
+    assert embedder.dim == dim
+    wanted = embedder(1e3 * case())
+    with torch.autocast("cpu", torch.bfloat16):
+        found = embedder(1e3 * case()), embedder(1e3 * case(torch.bfloat16))
+    for z, tolerance in ((wanted, 0), (found[0], 0.02), (found[1], 0.05)):
+        assert z.dtype == torch.float32
+        assert z.shape == (B, dim)
+        assert torch.allclose(z.norm(dim=1), torch.ones(B), atol=1e-6)
+        assert (z - wanted).abs().max() <= tolerance
+
+
+def test_without_a_projection_nothing_is_learned():
+    embedder = module(0, dropout=0.5)
+    assert list(embedder.parameters()) == []
+    assert torch.allclose(embedder(case()), F.normalize(case(), dim=1))
+
+
+def test_dropout_is_off_in_evaluation():
+    embedder = module(dropout=0.5)
+    assert (embedder(case()) != embedder(case())).any()
+    embedder.eval()
+    assert (embedder(case()) == embedder(case())).all()
+
+
+def test_a_zero_row_has_no_gradient_and_leaves_those_of_the_others():
+    features = case()
+    features[3] = 0
+    direction = torch.randn(B, FEATURES, generator=torch.Generator().manual_seed(1))
+    rest = torch.arange(B) != 3
+    wanted = features[rest].clone().requires_grad_()
+    (module(0)(wanted) * direction[rest]).sum().backward()
+    (module(0)(features.requires_grad_()) * direction).sum().backward()
+    assert features.grad is not None
+    assert wanted.grad is not None
+    assert (features.grad[3] == 0).all()
+    assert torch.allclose(features.grad[rest], wanted.grad)
+
+
+def test_a_projection_to_zero_has_finite_gradients():
+    embedder = module()
+    assert isinstance(embedder.project, torch.nn.Sequential)
+    for parameter in embedder.project[4].parameters():
+        torch.nn.init.zeros_(parameter)
+    z = embedder(case())
+    assert (z == 0).all()
+    z.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in embedder.parameters())
+
+
+@pytest.mark.parametrize("embed_dim", [0, D])
+def test_gradients_by_differences(embed_dim):
+    embedder, features = module(embed_dim).double(), case(torch.float64).requires_grad_()
+    assert embedder(features).dtype == torch.float64
+    assert torch.autograd.gradcheck(embedder, features)
+
+
+def test_refusals():
+    with pytest.raises(BadOption, match=r"embed_dim must be 0 \(the features themselves\) or more, got -1"):
+        Embedder(FEATURES, -1)

@@ -1,0 +1,267 @@
+"""Runs whose head looks at neighbors, or whose backbone is frozen: resumed, tested again, refused in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import checkpoint
+from classifiers import HEADS, AttnKnnHead
+from config import Action
+from experiments.run import rebuild, run
+from tests.test_run import TINY, assert_same
+from train_eval import Diverged, Stopped
+from utils import BadOption
+
+SMALL: dict[str, Any] = {**TINY, "head": "attn-knn", "embed_dim": 8, "k_train": 5, "num_epochs": 3}
+
+
+@pytest.fixture(autouse=True)
+def not_deterministic_for_others():
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+class Counting(AttnKnnHead):
+    """Counts how often it is handed a bank in training; sends nothing, changes nothing."""
+
+    refreshed = 0
+    kept: list[int] = []  # noqa: RUF012
+
+    def loss(self, features: torch.Tensor, target: torch.Tensor, index: torch.Tensor) -> dict[str, torch.Tensor]:
+        type(self).kept.append(id(self.bank))
+        return super().loss(features, target, index)
+
+
+HEADS.register("counting")(Counting)
+
+
+# ---------------------------------------------------------------- resume
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"head": "linear+attn-knn", "neighbor_sample": 0.4, "memory_update_freq": 2.0, "contrastive_form": "margin"},
+        {"head": "knn", "ema_decay": 0.0, "memory_update_freq": 0.5, "accumulate": 1},
+        {"freeze_backbone": True, "views": 2},
+    ],
+    ids=["attn-knn", "sampled, every 2 epochs", "knn, twice an epoch, no average", "frozen"],
+)
+def test_a_run_that_stopped_is_the_run_that_did_not(options: dict[str, Any], tmp_path: Path) -> None:
+    given = {**SMALL, **options}
+    run({**given, "output_dir": str(tmp_path / "whole")}, Action())
+    with pytest.raises(Stopped, match="after epoch 1 of 3"):
+        run({**given, "output_dir": str(tmp_path / "parts")}, Action(stop_after=1))
+    torch.rand(7)
+    run({}, Action(resume=str(tmp_path / "parts")))
+    assert_same(tmp_path / "whole", tmp_path / "parts")
+
+
+@pytest.mark.parametrize(("every", "banks"), [(0.5, 6), (1.0, 3), (1.5, 2), (2.0, 2), (9.0, 1)])
+def test_training_sees_a_new_bank_every_so_often(every: float, banks: int, tmp_path: Path) -> None:
+    Counting.kept = []
+    given = {**SMALL, "head": "counting", "memory_update_freq": every, "accumulate": 1, "batch_size": 11, "output_dir": str(tmp_path)}
+    run(given, Action())
+    steps = Counting.kept  # 88 rows: 8 steps an epoch
+    assert len(steps) == 24
+    changes = [0] + [i for i in range(1, 24) if steps[i] != steps[i - 1]]
+    assert changes == [i for i in range(24) if i % round(8 * every) == 0]
+    assert len(changes) == banks
+
+
+# ---------------------------------------------------------------- frozen
+
+
+def test_features_are_computed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = {**SMALL, "freeze_backbone": True, "views": 2, "head": "linear+attn-knn", "feature_cache": str(tmp_path / "cache")}
+    first = run({**given, "output_dir": str(tmp_path / "a")}, Action())
+    assert capsys.readouterr().err.count("through the frozen backbone") == 5  # train, two views, val, test
+    second = run({**given, "output_dir": str(tmp_path / "b"), "lr": 1e-3}, Action())
+    assert "through the frozen backbone" not in capsys.readouterr().err
+    assert first["test"] != second["test"]
+    before = rebuild(str(tmp_path / "a"), {}).model.backbone.state_dict()
+    after = rebuild(str(tmp_path / "b"), {}).model.backbone.state_dict()
+    assert all(torch.equal(before[k], after[k]) for k in before)
+    # Another backbone, or damage, and they are computed anew.
+    for entry in (tmp_path / "cache").glob("test-*/features-*"):
+        entry.write_bytes(entry.read_bytes()[:-1] + b"\x07")
+    run({**given, "output_dir": str(tmp_path / "c"), "seed": 1, "d_hidden": 4}, Action())
+    assert capsys.readouterr().err.count("through the frozen backbone") == 5
+    third = run({**given, "output_dir": str(tmp_path / "d")}, Action())
+    said = capsys.readouterr().err
+    assert said.count("through the frozen backbone") == 1
+    assert "features: computed anew" in said
+    assert third["test"] == first["test"]
+
+
+def test_frozen_equals_a_learning_rate_of_zero(tmp_path: Path) -> None:
+    """The same head on the same features, once cached and once computed in every step."""
+    given = {**SMALL, "augment": False, "noise": 0.0, "mixup_alpha": 0.0, "cutmix_alpha": 0.0, "dropout": 0.0, "attention_dropout": 0.0}
+    given |= {"ema_decay": 0.0, "weight_decay": 0.0}
+    frozen = run({**given, "freeze_backbone": True, "clip_grad_norm": 0.0, "output_dir": str(tmp_path / "frozen")}, Action())
+    still = run({**given, "lr_backbone": 0.0, "clip_grad_norm": 0.0, "output_dir": str(tmp_path / "still")}, Action())
+    for name, value in frozen["test"].items():
+        assert value == pytest.approx(still["test"][name], abs=1e-4), name
+
+
+def test_ready_made_features(tmp_path: Path) -> None:
+    """kNN over the rows of an npz as they are: scikit-learn's accuracy, far from the origin and on unequal scales too."""
+    from sklearn.neighbors import KNeighborsClassifier
+
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(311, 7)) * np.arange(1, 8), np.arange(311) % 3
+    x[:, 2] += 2.0 * y
+    path = tmp_path / "features.npz"
+    np.savez(path, x_train=x[:211], y_train=y[:211], x_test=x[211:], y_test=y[211:])
+    given = dict(dataset=f"npz:{path}", model="identity", head="knn", vote="uniform", k_train=5, freeze_backbone=True, val_fraction=0.0)
+    results = run({**given, "contrastive_weight": 0.0, "output_dir": str(tmp_path / "run")}, Action())
+    unit = x / np.linalg.norm(x, axis=1, keepdims=True)
+    expected = KNeighborsClassifier(5).fit(unit[:211], y[:211]).predict_proba(unit[211:])
+    right = (expected.argmax(1) == y[211:]).mean()
+    assert results["votes"]["voters"]["uniform"]["raw"]["accuracy"] == pytest.approx(right, abs=0.021)  # ties: the lowest class there
+    one = KNeighborsClassifier(1).fit(unit[:211], y[:211]).score(unit[211:], y[211:])
+    again = run({}, Action(test_only=True, checkpoint=str(tmp_path / "run")))
+    assert again["test"] == results["test"]
+    nearest = run({"k_eval": "1"}, Action(test_only=True, checkpoint=str(tmp_path / "run")))
+    assert nearest["votes"]["voters"]["uniform"]["raw"]["accuracy"] == pytest.approx(one)
+
+
+# ---------------------------------------------------------------- evaluation
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("runs") / "mixed"
+    return folder, run({**SMALL, "head": "linear+attn-knn", "output_dir": str(folder)}, Action())
+
+
+def test_all_votes_side_by_side(finished: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+    folder, results = finished
+    voters = results["votes"]["voters"]
+    assert list(voters) == ["linear", "uniform", "distance", "attention", "mixture"]
+    assert all(set(v) >= {"raw", "calibrated"} for v in voters.values())
+    assert results["test"] == voters["mixture"]["calibrated"]
+    assert results["test_uncalibrated"] == voters["mixture"]["raw"]
+    assert 0 <= voters["uniform"]["train_leave_one_out"] <= 1
+    assert sum(map(sum, results["confusion"])) == 31
+    assert json.loads((folder / "results.json").read_text())["votes"] == json.loads(json.dumps(results["votes"]))
+
+
+def test_testing_again_gives_the_same(finished: tuple[Path, dict[str, Any]]) -> None:
+    folder, results = finished
+    again = run({}, Action(test_only=True, checkpoint=str(folder)))
+    assert again["test"] == results["test"]
+    assert again["votes"] == results["votes"]
+    assert again["val"] == pytest.approx(results["val"])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"k_eval": "3,5,7"}, {"k_ensemble": "2,4"}, {"adaptive_k": True}, {"tta": 3}, {"calibrate": "none"}, {"calibrate": "temperature"}],
+    ids=lambda given: next(iter(given)) + str(next(iter(given.values()))),
+)
+@pytest.mark.parametrize("head", ["linear+attn-knn", "linear"])
+def test_other_evaluations_of_a_checkpoint(
+    head: str, given: dict[str, Any], finished: tuple[Path, dict[str, Any]], plain: Path, tmp_path: Path
+) -> None:
+    folder = finished[0] if head != "linear" else plain
+    results = run({**given, "output_dir": str(tmp_path)}, Action(test_only=True, checkpoint=str(folder)))
+    voters = results["votes"]["voters"]
+    if "k_eval" in given:
+        assert results["votes"]["k"] == 3
+        by_k = results["votes"]["by_k"]["uniform"]
+        assert list(by_k) == [3, 5, 7]
+        assert by_k[3]["accuracy"] == voters["uniform"]["raw"]["accuracy"]
+    if "tta" in given:
+        assert set(voters["uniform"]) >= {"raw", "raw_tta", "calibrated", "calibrated_tta"}
+        assert voters["uniform"]["raw"]["nll"] != voters["uniform"]["raw_tta"]["nll"]
+    if "calibrate" in given:
+        kind = given["calibrate"]
+        assert ("calibrated" in voters["uniform"]) == (kind != "none")
+        if kind == "temperature":  # one temperature changes no decision
+            assert voters["uniform"]["calibrated"]["accuracy"] == voters["uniform"]["raw"]["accuracy"]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "plain"
+    results = run({**TINY, "num_epochs": 2, "output_dir": str(folder)}, Action())
+    assert list(results["votes"]["voters"]) == ["linear", "uniform", "distance", "attention"]
+    assert results["test"] == results["votes"]["voters"]["linear"]["raw"]
+    return folder
+
+
+def test_rows_from_elsewhere(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    given = {"ood": "fake(train=8, test=23, size=8, channels=1)", "output_dir": str(tmp_path)}
+    results = run(given, Action(test_only=True, checkpoint=str(finished[0])))
+    assert results["ood"]["rows"] == 23
+    assert 0 <= results["ood"]["auroc_distance"] <= 1
+    assert 0 <= results["ood"]["auroc_confidence"] <= 1
+
+
+def test_rows_of_another_set_are_tested_with_the_calibration_of_the_run(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    other = {"dataset": "fake(train=50, test=17, size=8, classes=3)", "output_dir": str(tmp_path)}
+    results = run(other, Action(test_only=True, checkpoint=str(finished[0])))
+    assert sum(map(sum, results["confusion"])) == 17
+    assert "calibrated" in results["votes"]["voters"]["attention"]
+
+
+# ---------------------------------------------------------------- refused
+
+
+@pytest.mark.parametrize(
+    ("given", "rule"),
+    [
+        ({"k_train": 89}, "k_train must be at most the number of rows in the bank \\(88\\), got 89"),
+        ({"k_eval": "3,99"}, "k_eval must be at most the number of rows in the bank \\(88\\)"),
+        ({"bank_cap": 4}, "k_train must be at most the number of rows in the bank \\(4\\), got 5"),
+        ({"embed_dim": 10}, "embed_dim must be a multiple of the number of attention heads \\(4\\), got 10"),
+        ({"head": "knn", "vote": "uniform", "contrastive_weight": 0.0}, "vote uniform teaches the backbone nothing"),
+        ({"head": "knn", "vote": "unifrom"}, "did you mean 'uniform'"),
+        ({"head": "attnknn"}, "did you mean 'attn-knn'"),
+        ({"index": "flatt"}, "index must be one of"),
+        ({"ood": "npz:nowhere.npz"}, "nowhere.npz"),
+        ({"tta": 2, "dataset": "iris", "augment": False}, "tta needs images"),
+        ({"model": "identity"}, "model must be one for images"),
+    ],
+)
+def test_refused_before_anything_is_trained(given: dict[str, Any], rule: str, tmp_path: Path) -> None:
+    with pytest.raises(BadOption, match=rule):
+        run({**SMALL, **given, "output_dir": str(tmp_path / "run")}, Action())
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_class_without_training_rows(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).integers(0, 256, (40, 8, 8), np.uint8)
+    np.savez(tmp_path / "d.npz", x_train=x, y_train=np.arange(40) % 2, x_test=x[:9], y_test=np.arange(9) % 3)
+    with pytest.raises(BadOption, match="head attn-knn votes for classes of training rows; there is none of 2"):
+        run({**SMALL, "dataset": f"npz:{tmp_path / 'd.npz'}", "output_dir": str(tmp_path / "run")}, Action())
+
+
+def test_a_damaged_bank(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    folder = finished[0] / "checkpoints" / "best"
+    (path,) = folder.glob("bank-*.safetensors")
+    whole = path.read_bytes()
+    try:
+        path.write_bytes(whole[:-3] + b"\x00\x01\x02")
+        with pytest.raises(BadOption, match=r"checkpoint is damaged: bank-\w+.safetensors does not have the SHA-256"):
+            run({"output_dir": str(tmp_path)}, Action(test_only=True, checkpoint=str(finished[0])))
+    finally:
+        path.write_bytes(whole)
+    groups, facts = checkpoint.load(folder)
+    groups["bank"]["embedding"] = groups["bank"]["embedding"][:-1]
+    checkpoint.save(tmp_path / "short", groups, facts)
+    with pytest.raises(BadOption, match="bank must be whole"):
+        run({"output_dir": str(tmp_path)}, Action(test_only=True, checkpoint=str(tmp_path / "short")))
+
+
+def test_diverging_is_said_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(Diverged, match=r"diverged|NaN"):
+        run({**SMALL, "lr": 1e18, "clip_grad_norm": 0.0, "optimizer": "sgd", "output_dir": str(tmp_path / "run")}, Action())

@@ -69,6 +69,11 @@ def load(folder: Path, *groups: str) -> tuple[dict[str, dict[str, Tensor]], dict
     return tensors, index["facts"]
 
 
+def file_of(folder: Path, group: str) -> Path:
+    """The file that holds a group."""
+    return folder / _read_index(folder)["files"][group]["file"]
+
+
 def _read_index(folder: Path) -> dict[str, Any]:
     try:
         index = json.loads((folder / INDEX).read_bytes())

@@ -60,7 +60,7 @@ class Config:
     d_mlp: int = flag(None, MODEL, "width inside the MLP of a block", rule=at_least(1), preset=True)
     dropout: float = flag(None, MODEL, "dropout after projections and in the MLP", rule=share(), preset=True)
     attention_dropout: float = flag(None, MODEL, "dropout on attention weights", rule=share(), preset=True)
-    pretrained: str | None = flag(None, MODEL, "hub (timm/NAME's published weights) or FILE.safetensors")
+    pretrained: str | None = flag(None, MODEL, "hub (timm/NAME's published weights), FILE.safetensors, or RUN")
     freeze_backbone: bool = flag(False, MODEL, "train the head only, on features that are computed once and kept in the run")
 
     K: int | None = flag(None, LAYER, "neighbors a token, or window size", rule=at_least(1))
@@ -143,6 +143,7 @@ class Config:
         None, EVAL, "fit on validation rows what sets confidence (default: head; none for linear)", choices=("none", "head", "temperature")
     )
     tta: int = flag(1, EVAL, "views whose probabilities are averaged: identity, flip, random crops", rule=at_least(1))
+    continual: bool = flag(False, EVAL, "also: test rows join the bank with their labels, once they were classified")
     ood: str | None = flag(None, EVAL, "a data set whose test rows should look foreign (AUROC)")
     compare_votes: bool | None = flag(None, EVAL, "votes beside a head without a bank (default: up to 100,000 training rows)")
 
@@ -180,7 +181,7 @@ SHARED_OPTIONS = ("dropout", "attention_dropout")  # of the model and of its lay
 
 # What may differ between a checkpoint and its evaluation, or a run and its continuation, without changing what the run is.
 PLACE = frozenset({"feature_cache", "data_path", "device", "workers", "use_compiled", "compile_mode", "tracker", "output_dir", "plugin"})
-EVALUATION = frozenset({"k_eval", "k_ensemble", "adaptive_k", "calibrate", "tta", "ood", "compare_votes"})
+EVALUATION = frozenset({"k_eval", "k_ensemble", "adaptive_k", "calibrate", "tta", "continual", "ood", "compare_votes"})
 FREE_IN_TEST = PLACE | EVALUATION | {"dataset", "batch_size", "noise", "use_amp", "deterministic"}
 FREE_IN_RESUME = PLACE - {"output_dir"} | EVALUATION | {"num_epochs", "patience", "dataset", "label_noise"}  # the rows are compared
 

@@ -111,22 +111,24 @@ def probe(
 
 
 def explain(
-    what: Annotated[str, typer.Option(help="tokens: what patches read, at each depth and head", metavar="TEXT")] = "tokens",
+    what: Annotated[str, typer.Option(help="tokens: what patches read; neighbors: how neighbors vote", metavar="TEXT")] = "tokens",
     checkpoint: Annotated[Text, typer.Option(help="RUN to look at", metavar="TEXT")] = None,
     image: Annotated[str, typer.Option(help="INDEX in the test split, or FILE", metavar="TEXT")] = "0",
     queries: Annotated[Text, typer.Option(help="patches that read: 'row,column;row,column' (default: 3)", metavar="TEXT")] = None,
-    K: Annotated[Text, typer.Option("--K", help="patches shown (default: all selected, or 9 of all)", metavar="INT")] = None,
+    K: Annotated[Text, typer.Option("--K", help="patches shown (default: selected, or 9 of all), or neighbors (8)", metavar="INT")] = None,
     head: Annotated[Text, typer.Option(help="attention heads drawn: '0,2' (default: the first 6)", metavar="TEXT")] = None,
+    mistakes: Annotated[Text, typer.Option(help="most confident mistakes shown, of neighbors (default: 4)", metavar="INT")] = None,
     output_dir: Annotated[Text, typer.Option("--output_dir", help="where the files go (default: the run)", metavar="TEXT")] = None,
     data_path: Annotated[Text, typer.Option("--data_path", help="where data sets are (default: as the run)", metavar="TEXT")] = None,
     device: Annotated[Text, typer.Option(help="where to compute (default: as the run)", metavar="TEXT")] = None,
     plugin: Plugin = None,
 ) -> None:
-    """What a run's layers read: a picture of one image, and a table of how local and how alike they are."""
+    """What a run's layers read (--what tokens), or how its neighbors vote (--what neighbors): a picture and a table."""
     from experiments.explain import explain as show
 
-    given = dict(image=image, queries=queries, K=K, head=head, output_dir=output_dir, data_path=data_path, device=device, plugin=plugin)
-    show({"what": what, "checkpoint": checkpoint, **given})
+    shown = dict(image=image, queries=queries, K=K, head=head, mistakes=mistakes)
+    given = dict(output_dir=output_dir, data_path=data_path, device=device, plugin=plugin)
+    show({"what": what, "checkpoint": checkpoint, **shown, **given})
 
 
 COMMANDS = (list_, probe, explain)

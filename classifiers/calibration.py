@@ -2,25 +2,27 @@
 
 Training rows lie among neighbors that the embedder was taught to put there, so they say nothing about how sure to be.
 Parameters are fitted by maximum a posteriori around where they start, so that a hundred rows move them a little and thousands
-as far as they like. Whether the attention itself is fitted too, and for how long, is decided by cross-validation.
+as far as they like. How far they may go, and whether and for how long the attention itself is fitted too, is decided by
+cross-validation.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from classifiers.neighbor_attention import NeighborAttention
 from classifiers.voters import NeighborVoter, Questions, Voter
 from utils import mix, one_of
 
 MODES = ("none", "head", "temperature")
-SPREAD = 1.0  # standard deviation of the Gaussian prior on each parameter, around its start
-FOLDS, EPOCHS, BATCH, RATE = 3, 8, 256, 1e-3  # of the final fit of the attention
+SPREADS = (0.1, 0.3, 1.0)  # how far parameters may go; the first hardly lets them
+FOLDS, EPOCHS, BATCH, RATE = 3, 8, 256, 3e-3  # of the final fit of the attention
 
 
 @torch.no_grad()
@@ -37,12 +39,13 @@ def calibrate(voter: Voter, questions: Questions, target: Tensor, mode: str, see
     if mode == "none" or not len(questions):
         return fitted
     if mode == "temperature":
-        return fit_confidence(fitted, opinions(fitted, questions), questions, target, only_temperature=True)
-    epochs = best_epochs(fitted, questions, target, seed) if fitted.attention() else 0
+        return fit_confidence(fitted, opinions(fitted, questions), questions, target, [fitted.log_temperature])
+    fitted.fitted_to(len(questions))
+    epochs, spread = chosen(fitted, questions, target, seed)
     starts = [p.detach().clone() for p in fitted.confidence()]
     for _ in fit_attention(fitted, questions, target, epochs, seed):
         pass
-    return fit_confidence(fitted, opinions(fitted, questions), questions, target, starts=starts)
+    return fit_confidence(fitted, opinions(fitted, questions), questions, target, starts=starts, spread=spread)
 
 
 def fit_confidence(
@@ -50,21 +53,22 @@ def fit_confidence(
     opinion: Tensor,
     questions: Questions,
     target: Tensor,
+    parameters: list[nn.Parameter] | None = None,
     *,
-    only_temperature: bool = False,
     starts: list[Tensor] | None = None,
+    spread: float = math.inf,
 ) -> Voter:
-    """Fits what is cheap to opinions that were asked for once (L-BFGS on all rows). `starts`: what the parameters are held to."""
-    parameters = [voter.log_temperature] if only_temperature else voter.confidence()
+    """Fits what is cheap to opinions that were asked for once: L-BFGS on all rows. `spread`: standard deviation of the Gaussian that
+    holds each parameter to where it starts."""
+    parameters = voter.confidence() if parameters is None else parameters
     starts = starts or [p.detach().clone() for p in parameters]
-    distance, mask = questions.distance, questions.mask
+    facts = questions.facts
     optimizer = torch.optim.LBFGS(parameters, lr=1, max_iter=100, history_size=20, line_search_fn="strong_wolfe")
-    penalty = 0.0 if only_temperature else 1 / (2 * SPREAD**2 * len(target))
 
     def loss() -> Tensor:
         optimizer.zero_grad()
         away = sum(((p - start).square().sum() for p, start in zip(parameters, starts, strict=True)), torch.zeros(()))
-        value = F.nll_loss(voter.settle(opinion, distance, mask), target) + penalty * away.to(opinion.device)
+        value = F.nll_loss(voter.settle(opinion, facts), target) + away.to(opinion.device) / (2 * spread**2 * len(target))
         value.backward()
         return value
 
@@ -81,7 +85,7 @@ def fit_confidence(
 
 def fit_attention(voter: Voter, questions: Questions, target: Tensor, epochs: int, seed: int) -> Iterator[int]:
     """The attention and the confidence together, an epoch at a time."""
-    if not epochs:
+    if not epochs or not voter.attention():
         return
     parameters = [*voter.attention(), *voter.confidence()]
     optimizer = torch.optim.AdamW(parameters, lr=RATE, weight_decay=0.0)
@@ -99,34 +103,38 @@ def fit_attention(voter: Voter, questions: Questions, target: Tensor, epochs: in
         yield epoch + 1
 
 
-def best_epochs(voter: Voter, questions: Questions, target: Tensor, seed: int) -> int:
-    """Epochs of the final fit after which rows left out of it were predicted best; 0 keeps the attention as it is."""
+def chosen(voter: Voter, questions: Questions, target: Tensor, seed: int) -> tuple[int, float]:
+    """Epochs of the final fit (0 keeps the attention as it is) and spread, by the NLL of rows left out of a fit."""
     folds = torch.randperm(len(target), generator=torch.Generator().manual_seed(mix(seed, 1))) % FOLDS
-    losses = torch.zeros(EPOCHS + 1, dtype=torch.float64)
+    starts = [p.detach().clone() for p in voter.confidence()]
+    losses = torch.zeros(EPOCHS + 1, len(SPREADS), dtype=torch.float64)
     for fold in range(FOLDS):
         inside, outside = (rows.nonzero()[:, 0].to(target.device) for rows in (folds != fold, folds == fold))
         if not len(inside) or not len(outside):
-            return 0
-        known, asked = subset(questions, inside), subset(questions, outside)
+            return 0, SPREADS[0]
+        known, asked = questions.subset(inside), questions.subset(outside)
         trial = copy.deepcopy(voter)
-        starts = [p.detach().clone() for p in voter.confidence()]
         losses[0] += held_out(trial, starts, known, target[inside], asked, target[outside])
         for epoch in fit_attention(trial, known, target[inside], EPOCHS, seed):
             losses[epoch] += held_out(trial, starts, known, target[inside], asked, target[outside])
-    return int(losses.argmin())
+    if not voter.attention():
+        losses = losses[:1]
+    epochs, spread = divmod(int(losses.argmin()), len(SPREADS))
+    return epochs, SPREADS[spread]
 
 
-def held_out(voter: Voter, starts: list[Tensor], known: Questions, target: Tensor, asked: Questions, truth: Tensor) -> float:
-    """Summed NLL of rows left out, with the confidence fitted to the others."""
-    fitted = fit_confidence(copy.deepcopy(voter), opinions(voter, known), known, target, starts=starts)
-    with torch.no_grad():
-        log_probs = fitted.settle(opinions(fitted, asked), asked.distance, asked.mask)
-    return float(F.nll_loss(log_probs, truth, reduction="sum"))
-
-
-def subset(questions: Questions, rows: Tensor) -> Questions:
-    q = questions
-    return Questions(q.features[rows], q.embedding[rows], q.distance[rows], q.index[rows], q.bank)
+def held_out(voter: Voter, starts: list[Tensor], known: Questions, target: Tensor, asked: Questions, truth: Tensor) -> Tensor:
+    """Summed NLL of rows left out, with the confidence fitted to the others, for each spread."""
+    opinion, other = opinions(voter, known), opinions(voter, asked)
+    losses = []
+    for spread in SPREADS:
+        fitted = copy.deepcopy(voter)
+        for parameter, start in zip(fitted.confidence(), starts, strict=True):
+            parameter.data.copy_(start)
+        fit_confidence(fitted, opinion, known, target, starts=starts, spread=spread)
+        with torch.no_grad():
+            losses.append(F.nll_loss(fitted.settle(other, asked.facts), truth, reduction="sum").double())
+    return torch.stack(losses).cpu()
 
 
 def leave_one_out(voter: NeighborVoter, questions: Questions, target: Tensor, epochs: int, seed: int) -> None:

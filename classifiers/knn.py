@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from classifiers.bank import EVICTIONS, Bank, Neighbors
-from classifiers.embedder import Embedder
+from classifiers.embedder import Embedder, unit
 from classifiers.heads import HEADS, Head, LinearHead
 from classifiers.losses import collapse, contrastive_margin, nll, supervised_contrastive
 from classifiers.neighbor_attention import NeighborAttention
@@ -64,6 +64,7 @@ class NeighborHead(Head):
         self.contrastive = {"hard_negatives": hard_negatives}
         self.contrastive |= {"margin": contrastive_margin} if contrastive_form == "margin" else {"temperature": contrastive_temperature}
         self.bank: Bank | None = None
+        self.means = torch.empty(0)  # of the classes in the bank
 
     voter: Voter
 
@@ -99,6 +100,7 @@ class NeighborHead(Head):
             if k > len(bank):
                 raise BadOption(name, f"must be at most the number of rows in the bank ({len(bank)})", k)
         self.bank = bank
+        self.means = class_means(bank, self.num_classes)
 
     def neighbors(self, embedding: Tensor, k: int, exclude: Tensor | None = None, bank: Bank | None = None) -> Neighbors:
         bank = bank or self.bank
@@ -126,13 +128,21 @@ class NeighborHead(Head):
             for at, rows in enumerate(embedding.split(BLOCK))
         ]
         distance, index = (torch.cat([getattr(n, part) for n in near]) for part in ("distance", "index"))
-        return Questions(features, embedding, distance, index, self.bank)
+        return Questions(features, embedding, distance, index, self.near_means(embedding), self.bank)
+
+    def query(self, features: Tensor, embedding: Tensor, near: Neighbors) -> Query:
+        return Query(features, embedding, near, self.near_means(embedding))
+
+    def near_means(self, embedding: Tensor) -> Tensor:
+        """Cosine of each embedding with the mean of each class, (B, C)."""
+        self.means = self.means.to(embedding.device)
+        return embedding.detach() @ self.means.T
 
     # ------------------------------------------------ the contract
 
     def forward(self, features: Tensor) -> Tensor:
         embedding = self.embed(features)
-        log_probs: Tensor = self.voter(Query(features, embedding, self.neighbors(embedding, self.k)))
+        log_probs: Tensor = self.voter(self.query(features, embedding, self.neighbors(embedding, self.k)))
         return log_probs
 
     def loss(self, features: Tensor, target: Tensor, index: Tensor) -> dict[str, Tensor]:
@@ -143,12 +153,11 @@ class NeighborHead(Head):
         if bank is not None and self.neighbor_sample < 1:
             bank = bank.sample(max(self.k_train, round(self.neighbor_sample * len(bank))))
         near = self.neighbors(embedding, self.k_train, index, bank)
-        return self.terms(Query(features, embedding, near), target, index)
+        return self.terms(self.query(features, embedding, near), target, index)
 
     def terms(self, query: Query, target: Tensor, index: Tensor) -> dict[str, Tensor]:
         weights = self.knn.weights(query)
-        near = query.neighbors
-        vote = self.knn.settle(self.knn.count(weights, query), near.distance, near.mask)
+        vote = self.knn.settle(self.knn.count(weights, query), query.facts)
         terms = {"knn_nll": nll(vote, target, self.label_smoothing)}
         if self.contrastive_weight:
             form = contrastive_margin if self.contrastive_form == "margin" else supervised_contrastive
@@ -160,6 +169,12 @@ class NeighborHead(Head):
 
     def part_of(self, name: str) -> str:
         return "projection" if name.startswith("embedder.") else "head" if ".linear." in f".{name}" else "attention"
+
+
+def class_means(bank: Bank, num_classes: int) -> Tensor:
+    """The mean embedding of each class, of unit length (C, D)."""
+    sums = torch.zeros(num_classes, bank.dim).index_add_(0, bank.labels, bank.embeddings)
+    return unit(sums)
 
 
 @HEADS.register("knn")

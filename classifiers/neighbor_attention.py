@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from utils import BadOption
 
+START = 0.1  # temperature of the cosine that the attention starts from
 HIDDEN = 64  # of the network from a squared distance to a bias
 
 
@@ -112,6 +113,7 @@ class NeighborAttention(nn.Module):
         self.log_bounds = math.log(low), math.log(high)
         self.q_proj = nn.Linear(dim, dim)
         self.k_proj = nn.Linear(dim, dim)
+        self._start_as_cosine(dim)
         self.log_tau = nn.Parameter(torch.zeros(num_heads).clamp(*self.log_bounds))
         self.dist_bias: nn.Sequential | None = None
         if distance_bias:
@@ -122,6 +124,17 @@ class NeighborAttention(nn.Module):
         self.prototypes = nn.Parameter(torch.randn(num_classes, dim) / math.sqrt(dim)) if prototypes else None
         self.proto_scale = nn.Parameter(torch.full((1,), 0.1)) if prototypes else None
         self.label_bias = LabelBias(dim, num_classes, num_heads) if label_bias else None
+
+    @torch.no_grad()
+    def _start_as_cosine(self, dim: int) -> None:
+        """Of unit vectors, the logits start as cosine / START, each head seeing its part of it.
+
+        NOTE: with PyTorch's own start they are near 0, the weights uniform, and no gradient of the vote reaches the embedder.
+        """
+        gain = (self.num_heads * math.sqrt(dim // self.num_heads) / START) ** 0.5
+        for projection in (self.q_proj, self.k_proj):
+            projection.weight.copy_(gain * torch.eye(dim))
+            projection.bias.zero_()
 
     @property
     def temperature(self) -> Tensor:

@@ -45,7 +45,7 @@ class Panel(nn.Module):
         found = {}
         for name, voter in (self.calibrated if calibrated else self.raw).items():
             assert isinstance(voter, Voter)
-            views = [voter.settle(opinions(voter, view), view.distance, view.mask) for view in questions]
+            views = [voter.settle(opinions(voter, view), view.facts) for view in questions]
             found[name] = views[0] if len(views) == 1 else log_probabilities(torch.stack([v.exp() for v in views]).mean(0))
         return found
 

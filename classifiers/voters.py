@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,20 +18,33 @@ from torch import Tensor, nn
 from classifiers.bank import Bank, Neighbors
 from classifiers.neighbor_attention import NeighborAttention, masked_softmax
 from classifiers.values import TabrValues
-from classifiers.votes import Prior, adaptive, log_probabilities, probabilities_at
+from classifiers.votes import LEAST, Prior, adaptive, log_probabilities, probabilities_at
 from utils import BadOption
 
 BLOCK = 1024  # queries whose neighbors' embeddings are held at once
 NOBODY = Neighbors(*(torch.empty(0, 0) for _ in range(5)))
 
 
+class Facts(NamedTuple):
+    """What confidence may look at."""
+
+    distance: Tensor  # (B, K) squared
+    mask: Tensor  # (B, K)
+    means: Tensor  # (B, C) cosine of the query with the mean embedding of each class
+
+
 @dataclass(frozen=True)
 class Query:
-    """Rows to be classified, and who their neighbors are."""
+    """Rows to be classified, who their neighbors are, and how near they are to the mean of each class."""
 
     features: Tensor  # (B, F) of the backbone
     embedding: Tensor  # (B, D)
     neighbors: Neighbors
+    means: Tensor  # (B, C) cosines
+
+    @property
+    def facts(self) -> Facts:
+        return Facts(self.neighbors.distance, self.neighbors.mask, self.means)
 
 
 @dataclass(frozen=True)
@@ -42,6 +55,7 @@ class Questions:
     embedding: Tensor  # (N, D)
     distance: Tensor  # (N, K) squared
     index: Tensor  # (N, K) ids
+    means: Tensor  # (N, C)
     bank: Bank | None  # None: nobody asks for neighbors
 
     def __len__(self) -> int:
@@ -50,23 +64,32 @@ class Questions:
     def at(self, rows: Any) -> Query:
         """Some rows, by a slice or by their numbers."""
         if self.bank is None:
-            return Query(self.features[rows], self.embedding[rows], NOBODY)
+            return Query(self.features[rows], self.embedding[rows], NOBODY, self.means[rows])
         embedding, label, mask = self.bank.take(self.index[rows])
-        return Query(self.features[rows], self.embedding[rows], Neighbors(self.distance[rows], self.index[rows], label, embedding, mask))
+        near = Neighbors(self.distance[rows], self.index[rows], label, embedding, mask)
+        return Query(self.features[rows], self.embedding[rows], near, self.means[rows])
 
     def blocks(self) -> Iterator[Query]:
         return (self.at(slice(start, start + BLOCK)) for start in range(0, len(self), BLOCK))
 
     def top(self, k: int) -> Questions:
-        return Questions(self.features, self.embedding, self.distance[:, :k], self.index[:, :k], self.bank)
+        return replace(self, distance=self.distance[:, :k], index=self.index[:, :k])
+
+    def subset(self, rows: Tensor) -> Questions:
+        names = ("features", "embedding", "distance", "index", "means")
+        return replace(self, **{name: getattr(self, name)[rows] for name in names})
 
     @property
     def mask(self) -> Tensor:
         return self.index >= 0
 
+    @property
+    def facts(self) -> Facts:
+        return Facts(self.distance, self.mask, self.means)
+
 
 class Voter(nn.Module):
-    """`settle(opinion(query), distance, mask)` gives log-probabilities (B, C)."""
+    """`settle(opinion(query), query.facts)` gives log-probabilities (B, C)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,11 +99,11 @@ class Voter(nn.Module):
     def opinion(self, query: Query) -> Tensor:
         raise NotImplementedError
 
-    def settle(self, opinion: Tensor, distance: Tensor, mask: Tensor) -> Tensor:
+    def settle(self, opinion: Tensor, facts: Facts) -> Tensor:
         raise NotImplementedError
 
     def forward(self, query: Query) -> Tensor:
-        return self.settle(self.opinion(query), query.neighbors.distance, query.neighbors.mask)
+        return self.settle(self.opinion(query), query.facts)
 
     def confidence(self) -> list[nn.Parameter]:
         """What sets the confidence and nothing else."""
@@ -89,6 +112,9 @@ class Voter(nn.Module):
     def attention(self) -> list[nn.Parameter]:
         """What a short final fit may change of the opinion."""
         return []
+
+    def fitted_to(self, rows: int) -> None:
+        """How many rows its confidence is fitted to."""
 
     def tempered(self, log_probs: Tensor) -> Tensor:
         return F.log_softmax(log_probs * (-self.log_temperature).exp(), 1)
@@ -105,7 +131,7 @@ class HeadVoter(Voter):
         log_probs: Tensor = self.head(query.features)
         return log_probs
 
-    def settle(self, opinion: Tensor, distance: Tensor, mask: Tensor) -> Tensor:
+    def settle(self, opinion: Tensor, facts: Facts) -> Tensor:
         return self.tempered(opinion)
 
 
@@ -128,6 +154,8 @@ class NeighborVoter(Voter):
         super().__init__()
         self.weigh, self.num_classes, self.prior, self.values = weigh, num_classes, prior, values
         self.ensemble, self.adaptive = tuple(ensemble), adaptive
+        # Of the vote alone. NOTE: the prior comes after it: a temperature below 1 would take away what the prior gave.
+        self.log_sharpness = nn.Parameter(torch.zeros(()), requires_grad=False)
 
     def weights(self, query: Query) -> Tensor:
         """How much each neighbor has to say, (B, K)."""
@@ -153,13 +181,18 @@ class NeighborVoter(Voter):
             of_k.append(self.values(share, query.embedding, key, keys, near.label, there))
         return torch.stack(of_k).mean(0)
 
-    def settle(self, opinion: Tensor, distance: Tensor, mask: Tensor) -> Tensor:
+    def settle(self, opinion: Tensor, facts: Facts) -> Tensor:
         if self.prior is not None:
-            opinion = self.prior(opinion, distance, mask)
+            sharp = F.softmax(opinion.clamp_min(LEAST).log() * self.log_sharpness.exp(), 1)
+            opinion = self.prior(sharp, facts.distance, facts.mask, facts.means)
         return self.tempered(log_probabilities(opinion))
 
     def confidence(self) -> list[nn.Parameter]:
-        return [self.log_temperature, *(self.prior.parameters() if self.prior is not None else ())]
+        return [self.log_temperature] if self.prior is None else [self.log_sharpness, *self.prior.parameters()]
+
+    def fitted_to(self, rows: int) -> None:
+        if self.prior is not None:
+            self.prior.fitted_to(rows)
 
     def attention(self) -> list[nn.Parameter]:
         modules = [m for m in (self.weigh, self.values) if isinstance(m, nn.Module)]
@@ -185,9 +218,9 @@ class Mixture(Voter):
     def opinion(self, query: Query) -> Tensor:
         return torch.stack([self.linear.opinion(query), self.knn.opinion(query)])  # (2, B, C)
 
-    def settle(self, opinion: Tensor, distance: Tensor, mask: Tensor) -> Tensor:
-        linear = self.linear.settle(opinion[0], distance, mask)
-        knn = self.knn.settle(opinion[1], distance, mask)
+    def settle(self, opinion: Tensor, facts: Facts) -> Tensor:
+        linear = self.linear.settle(opinion[0], facts)
+        knn = self.knn.settle(opinion[1], facts)
         mixed = torch.logaddexp(knn + F.logsigmoid(self.share_logit), linear + F.logsigmoid(-self.share_logit))
         return self.tempered(mixed)
 
@@ -197,3 +230,6 @@ class Mixture(Voter):
 
     def attention(self) -> list[nn.Parameter]:
         return self.knn.attention()
+
+    def fitted_to(self, rows: int) -> None:
+        self.knn.fitted_to(rows)

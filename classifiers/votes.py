@@ -18,6 +18,7 @@ Vote = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 VOTES: Registry[Vote] = Registry("vote", "vote")
 LEAST = 1e-20  # weight of a neighbor that is there: it decides only where all weights round to 0
 DINO_TEMPERATURE = 0.07
+TILT = 5.0  # of the prior to the classes near the query, at the start: a cosine of 1 weighs e^5 times a cosine of 0
 
 
 # ---------------------------------------------------------------- weights
@@ -110,8 +111,12 @@ def adaptive(weights: Tensor, mask: Tensor | None = None, *, smallest: int = 1) 
 
 
 def log_probabilities(probs: Tensor) -> Tensor:
-    """Logarithm that is finite at 0 (a vote without a prior has zeros), with finite gradients."""
-    return probs.clamp_min(torch.finfo(probs.dtype).tiny).log()
+    """Logarithm that is finite at 0 (a vote without a prior has zeros), with finite gradients.
+
+    0 counts as the rounding of float32, as in scikit-learn's log_loss: 15.9 nats. A smaller number would only make the votes
+    that have no prior look worse.
+    """
+    return probs.clamp_min(torch.finfo(torch.float32).eps).log()
 
 
 # ---------------------------------------------------------------- the prior
@@ -121,7 +126,9 @@ class Prior(nn.Module):
     """Mixes a learned distribution over the classes into a vote: k neighbors of one class are no proof that the others are impossible.
 
     The share of the prior is a learned constant, or a learned function of the distance to the nearest neighbor, of the mean
-    distance, and of the entropy of the vote: a vote of near neighbors that agree needs less of it.
+    distance, and of the entropy of the vote: a vote of near neighbors that agree needs less of it. What it says is learned
+    frequencies of the classes, tilted by a learned strength to those whose mean embedding is near the query: a shirt that has
+    only shirts around it may be a coat, hardly a boot.
     """
 
     BOUND = 12.0  # of the share's logit: the share stays between 6e-6 and 1 - 6e-6
@@ -132,6 +139,9 @@ class Prior(nn.Module):
             raise BadOption("share", "of the prior must be above 0 and below 1", share)
         self.class_logits = nn.Parameter(torch.zeros(num_classes))
         self.share_logit = nn.Parameter(torch.tensor(math.log(share / (1 - share))))
+        self.tilt = nn.Parameter(torch.tensor(TILT))
+        self.least: Tensor
+        self.register_buffer("least", torch.tensor(0.0))  # share that no fit goes below
         self.net: nn.Sequential | None = None
         if not constant:
             last = nn.Linear(hidden, 1, bias=False)
@@ -156,9 +166,18 @@ class Prior(nn.Module):
             entropy = torch.special.entr(probs.detach().float()).sum(1)
             facts = torch.stack([nearest.log1p(), (root.sum(1) / there.sum(1).clamp_min(1)).log1p(), entropy], 1)
             logit = logit + self.net(facts).float()
-        return torch.where(there.any(1, keepdim=True), logit.clamp(-self.BOUND, self.BOUND).sigmoid(), 1.0)
+        share = self.least + (1 - self.least) * logit.clamp(-self.BOUND, self.BOUND).sigmoid()
+        return torch.where(there.any(1, keepdim=True), share, 1.0)
 
-    def forward(self, probs: Tensor, sq_distance: Tensor, mask: Tensor | None = None) -> Tensor:
-        """(B, C) probabilities of a vote, and its neighbors' squared distances (B, K), to (B, C) probabilities above 0."""
+    def fitted_to(self, rows: int) -> None:
+        """Rows without an error don't show that errors never happen: Laplace's rule of succession bounds the share from below."""
+        self.least.fill_(1 / (rows + 2))
+
+    def forward(self, probs: Tensor, sq_distance: Tensor, mask: Tensor | None = None, means: Tensor | None = None) -> Tensor:
+        """(B, C) probabilities of a vote, and its neighbors' squared distances (B, K), to (B, C) probabilities above 0.
+
+        means: cosine of the query with the mean embedding of each class (B, C).
+        """
         share = self.share(probs, sq_distance, mask)
-        return (1 - share) * probs + share * self.class_logits.float().softmax(0)
+        logits = self.class_logits.float() if means is None else self.class_logits.float() + self.tilt * means.detach().float()
+        return (1 - share) * probs + share * logits.softmax(-1)

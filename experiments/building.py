@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+import checkpoint
 import config as flags
 import dataset
 import models
@@ -34,6 +35,9 @@ def complete(given: Mapping[str, Any], data: dataset.Data) -> Config:
             say(f"resize: {config.resize} (the input size of {config.model})")
     config = without_unused(config, given, data)
     check_neighbors(config, data)
+    if config.head == "knn" and config.freeze_backbone and not config.embed_dim and "num_epochs" not in given:
+        config = dataclasses.replace(config, num_epochs=1, warmup_epochs=0.0)
+        say("num_epochs: 1 (a plain vote over a frozen backbone has only its prior to learn)")
     if data.val is None:
         if config.patience:
             raise BadOption("patience", "needs validation rows (--val_fraction above 0)", config.patience)
@@ -194,13 +198,19 @@ def one_row(model: Classifier, data: dataset.Data, config: Config, device: torch
         return cost.gflops(model, x)
     with torch.no_grad():
         dim = model.head.embed(model.backbone(x)).shape[1]
-    stand_in = Bank(dim, kind="flat")
     rows = max(data.num_classes, 1 + max(whole_numbers([config.k_train, *ks_of(config)], "k_eval")))
-    stand_in.add(torch.eye(dim).repeat(1 + rows // dim, 1)[:rows], torch.arange(rows) % data.num_classes)
-    model.head.refresh(stand_in)
+    model.head.refresh(stand_in(dim, rows, data.num_classes))
     gflops = cost.gflops(model, x)
     model.head.bank = None
     return gflops
+
+
+def stand_in(dim: int, rows: int, num_classes: int) -> Bank:
+    """A bank for measuring, not for voting."""
+    bank = Bank(dim, kind="flat")
+    random = torch.randn(rows, dim, generator=torch.Generator().manual_seed(0))  # its own: weights must not depend on this
+    bank.add(torch.nn.functional.normalize(random), torch.arange(rows) % num_classes)
+    return bank
 
 
 def ks_of(config: Config) -> tuple[int, ...]:
@@ -215,12 +225,19 @@ def load_data(values: Mapping[str, Any], fitted: dict[str, Any] | None = None) -
 
 
 def with_published_normalization(config: Config, data: dataset.Data) -> dataset.Data:
-    """Pretrained timm weights want the mean and standard deviation they were trained with."""
-    if not (config.pretrained and config.model.startswith("timm/") and len(data.shape) == 3 and data.shape[0] == 3):
+    """Pretrained weights want the mean and standard deviation they were trained with: a run's own, or those that timm names."""
+    if not config.pretrained or len(data.shape) != 3:
         return data
-    from models.backbones import normalization
+    folder = Path(config.pretrained).parent
+    fitted: dict[str, Any] = {}
+    if config.pretrained != "hub" and (folder / checkpoint.INDEX).exists():
+        facts = checkpoint.load(folder, "none")[1]
+        fitted = facts["fitted"] if len(facts["shape"]) == 3 and facts["shape"][0] == data.shape[0] else {}
+    elif config.model.startswith("timm/") and data.shape[0] == 3:
+        from models.backbones import normalization
 
-    return dataclasses.replace(data, fitted={**data.fitted, **normalization(config.model)})
+        fitted = normalization(config.model)
+    return dataclasses.replace(data, fitted={**data.fitted, **fitted})
 
 
 def merge(saved: dict[str, Any], given: Mapping[str, Any], free: frozenset[str], flag: str) -> Config:
@@ -236,7 +253,11 @@ def merge(saved: dict[str, Any], given: Mapping[str, Any], free: frozenset[str],
 
 def with_absolute_paths(given: Mapping[str, Any]) -> dict[str, Any]:
     """Files as the run will find them again, wherever it is resumed from."""
-    paths = {name: str(Path(given[name]).resolve()) for name in ("data_path", "plugin") if given.get(name)}
+    paths = {name: str(Path(given[name]).resolve()) for name in ("data_path", "plugin", "feature_cache") if given.get(name)}
+    if (weights := given.get("pretrained")) and weights != "hub":
+        of_run = Path(weights).is_dir()
+        file = checkpoint.file_of(checkpoint.find(weights, flag="pretrained"), "model") if of_run else Path(weights)
+        paths["pretrained"] = str(file.resolve())
     for name in ("dataset", "label_noise"):
         prefix, colon, path = str(given.get(name) or "").partition(":") if name == "dataset" else ("", "", str(given.get(name) or ""))
         if (colon and prefix in dataset.PREFIXES and path) or ".npz" in path:

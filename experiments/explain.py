@@ -1,4 +1,7 @@
-"""Pictures and tables of what a rebuilt run does: `python main.py explain --what KIND`. Here: what its layers read."""
+"""Pictures and tables of what a rebuilt run does: `python main.py explain --what KIND`. Here: what its layers read.
+
+How a head over neighbors votes is in gallery.py.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ import config as flags
 import dataset
 from batches import eight_bit
 from config import Config
-from experiments import pictures, run
+from experiments import building, pictures, run
 from experiments.folder import check_writable
 from experiments.run import Rebuilt
 from experiments.selection import Depth, Grid, Locality, choose_queries, depth_of
@@ -34,20 +37,28 @@ MOST_HEADS, MOST_DEPTHS = 6, 6  # in a picture
 
 @dataclass(frozen=True)
 class Picked:
-    """The image to explain, as the model sees it: x (1, C, H, W), normalized."""
+    """The image (or table row) to explain, as the model sees it: x (1, C, H, W), normalized."""
 
     x: Tensor
     name: str  # of its files
     title: str
+    row: int | None = None  # of the test split
 
 
 KINDS: Registry[Callable[[dict[str, Any]], None]] = Registry("what", "explanation")
+ONLY = {"queries": "tokens", "head": "tokens", "mistakes": "neighbors"}  # options that one kind has
 
 
 def explain(options: Mapping[str, Any]) -> None:
     """What `python main.py explain` does. `options` are the flags as they were typed; None was not given."""
+    from experiments import gallery  # noqa: F401 (late: it takes its tools from here, and registers itself)
+
     given = {name: value for name, value in options.items() if value is not None}
-    kind = KINDS[given.pop("what")]
+    what = given.pop("what")
+    kind = KINDS[what]
+    for name, owner in ONLY.items():
+        if name in given and owner != what:
+            raise BadOption(name, f"goes with --what {owner}", given[name])
     if "checkpoint" not in given:
         raise BadOption("checkpoint", "must name the run to explain")
     kind(given)
@@ -56,27 +67,27 @@ def explain(options: Mapping[str, Any]) -> None:
 # ---------------------------------------------------------------- the run and the image
 
 
-def read_run(options: Mapping[str, Any]) -> tuple[Rebuilt, Path]:
+def read_run(options: Mapping[str, Any], *, tables: bool = False) -> tuple[Rebuilt, Path]:
     """The run that was asked for, in eval(), and where its pictures go."""
     given = {k: v for k, v in options.items() if k in ("device", "data_path", "plugin")}
     flags.check(given, Config)
     source = checkpoint.find(options["checkpoint"])
     folder = Path(options.get("output_dir") or (source.parent.parent if source.parent.name == "checkpoints" else source))
     check_writable(folder)
-    if len(checkpoint.load(source, "none")[1]["shape"]) != 3:
+    if not tables and len(checkpoint.load(source, "none")[1]["shape"]) != 3:
         raise BadOption("checkpoint", "must be a model of images: the rows of a table have no tokens", options["checkpoint"])
     rebuilt = run.rebuild(options["checkpoint"], given)
     rebuilt.model.eval()
     return rebuilt, folder
 
 
-def row_of_test(rebuilt: Rebuilt, row: int) -> Tensor:
-    """One row of the test split, (1, C, H, W), as the run's evaluation sees it."""
+def row_of(rebuilt: Rebuilt, row: int, part: str = "test") -> Tensor:
+    """One row of a split, (1, C, H, W), as the run's evaluation, or its bank, sees it."""
     # Batches of one: noise depends on a row's number, so the row must keep its own.
-    single = dataclasses.replace(rebuilt.config, batch_size=1, workers=0)
-    batches = run.batches(single, rebuilt.data, "test", rebuilt.device)
+    single = dataclasses.replace(rebuilt.config, batch_size=1, workers=0, augment=False)
+    batches = building.batches(single, rebuilt.data, part, rebuilt.device)
     assert batches is not None
-    return next(batches.epoch(0, start=row)).x
+    return next(batches.plain().epoch(0, start=row)).x
 
 
 def pick_image(rebuilt: Rebuilt, text: str) -> Picked:
@@ -86,19 +97,25 @@ def pick_image(rebuilt: Rebuilt, text: str) -> Picked:
         if not 0 <= int(text) < rows:
             raise BadOption("image", f"must be a row of the test split (0 to {rows - 1}) or an image file", text)
         row = int(text)
-        x, label = row_of_test(rebuilt, row), rebuilt.data.classes[rebuilt.data.test.y[row]]
-        name = rebuilt.data.name if len(rebuilt.data.name) <= 45 else f"...{rebuilt.data.name[-42:]}"
-        return Picked(x, str(row), f"row {row} of the test split of {name}, class {label}, {_prediction(rebuilt, x)}")
+        x, label = row_of(rebuilt, row), rebuilt.data.classes[rebuilt.data.test.y[row]]
+        return Picked(x, str(row), f"row {row} of the test split of {name_of(rebuilt.data)}, class {label}", row)
+    if rebuilt.data.kind == "table":
+        raise BadOption("image", f"must be a row of the test split (0 to {rows - 1}): this run reads the rows of a table", text)
     if not Path(text).is_file():
         raise BadOption("image", f"must be a row of the test split (0 to {rows - 1}) or an image file that exists", text)
     own = dataset.Split(_read_file(rebuilt.data, text), np.zeros(1, np.int64))
     try:
-        x = row_of_test(rebuilt._replace(data=dataclasses.replace(rebuilt.data, test=own)), 0)
+        x = row_of(rebuilt._replace(data=dataclasses.replace(rebuilt.data, test=own)), 0)
     except BadOption as error:
         rule = error.rule.replace("has an image that can't be read", "must be an image file that can be read")
         raise BadOption("image", rule, text) from None
     stem = re.sub(r"[^0-9A-Za-z._-]+", "_", Path(text).stem)
-    return Picked(x, stem, f"{Path(text).name}, {_prediction(rebuilt, x)}")
+    return Picked(x, stem, Path(text).name)
+
+
+def name_of(data: dataset.Data) -> str:
+    """Short enough for a title."""
+    return data.name if len(data.name) <= 45 else f"...{data.name[-42:]}"
 
 
 def _read_file(data: dataset.Data, path: str) -> np.ndarray:
@@ -195,7 +212,8 @@ def tokens(options: dict[str, Any]) -> None:
     if grid is None:
         raise BadOption("checkpoint", "must be a model that tells its grid of patches", options["checkpoint"])
     picked = pick_image(rebuilt, options["image"])
-    pixels = _pixels(rebuilt.data, picked.x)
+    picked = dataclasses.replace(picked, title=f"{picked.title}, {_prediction(rebuilt, picked.x)}")
+    pixels = pixels_of(rebuilt.data, picked.x)
     queries = parse_queries(options["queries"], grid) if "queries" in options else choose_queries(pixels, grid)
     depths = depths_of(rebuilt, grid, picked.x, K)
     heads = parse_heads(options["head"], depths) if "head" in options else list(range(min(d.heads for d in depths)))[:MOST_HEADS]
@@ -206,12 +224,9 @@ def tokens(options: dict[str, Any]) -> None:
     rows = [round(r) for r in np.linspace(0, len(rebuilt.data.test) - 1, min(len(rebuilt.data.test), TABLE_IMAGES))]
     over = Locality(grid)
     for row in rows:
-        over.add(depths_of(rebuilt, grid, row_of_test(rebuilt, row), K))
+        over.add(depths_of(rebuilt, grid, row_of(rebuilt, row), K))
 
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadOption("output_dir", f"must be a directory that can be written ({error.strerror})", str(folder)) from None
+    make(folder)
     path = folder / f"explain-tokens-{picked.name}.png"
     pictures.draw_tokens(path, pixels=pixels, title=picked.title, grid=grid, depths=depths, columns=columns, queries=queries, heads=heads)
     text = _table(picked, depths, here, over, columns, heads)
@@ -220,7 +235,14 @@ def tokens(options: dict[str, Any]) -> None:
     print(f"{text}\n\nwritten to {path}, and beside it as .txt and .json")
 
 
-def _pixels(data: dataset.Data, x: Tensor) -> np.ndarray:
+def make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadOption("output_dir", f"must be a directory that can be written ({error.strerror})", str(folder)) from None
+
+
+def pixels_of(data: dataset.Data, x: Tensor) -> np.ndarray:
     """The image that the model saw, in 0..1: (H, W, 3)."""
     mean, std = (torch.tensor(data.fitted[k]).view(-1, 1, 1) for k in ("mean", "std"))
     image = (x[0].float().cpu() * std + mean).clamp(0, 1)  # (C, H, W)

@@ -12,6 +12,7 @@ from torch import nn
 import layers
 from classifiers import HEADS
 from dataset import DATASETS, PREFIXES
+from experiments.building import stand_in
 from experiments.plugin import load_plugin
 from layers.base import TokenMixer
 from models import MODELS, ModelSpec
@@ -21,6 +22,7 @@ from utils import BadOption, first_line, nearest, options_of
 
 KINDS = ("layers", "models", "heads", "datasets")
 TIMM_SHOWN = 40
+BANK_ROWS = 10_000
 
 
 def show(
@@ -95,11 +97,13 @@ def show_models(dim: int, num_heads: int, image_size: int, patch_size: int, batc
 
 
 def show_heads(dim: int) -> None:
-    print(f"HEADS, measured with {dim} features and 10 classes")
+    print(f"HEADS, measured with {dim} features, 10 classes and, for those that look at neighbors, a bank of {BANK_ROWS:,} rows")
     for name in HEADS:
         options = ", ".join(f"{k}={v!r}" for k, v in options_of(HEADS[name]).items())
-        head: Any = HEADS[name]
-        print(f"  {name}: {first_line(head)}\n    {cost_of(head(dim, 10), torch.randn(512, dim))} of 512 rows\n    {options}")
+        head: Any = HEADS[name](dim, 10)
+        if head.wants_bank:
+            head.refresh(stand_in(head.embed(torch.zeros(1, dim)).shape[1], BANK_ROWS, 10))
+        print(f"  {name}: {first_line(HEADS[name])}\n    {cost_of(head, torch.randn(512, dim))} of 512 rows\n    {options}")
 
 
 def show_datasets() -> None:

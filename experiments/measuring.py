@@ -5,6 +5,7 @@ The test split is looked at here, once. Features are computed once for each view
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -27,6 +28,7 @@ from train_eval import Classifier, evaluate, features_of, packed, remember
 from utils import BadOption, git_state, say, versions
 
 MOST_ROWS = 100_000  # of a training split whose features are compared unasked
+GROWTH = 100  # test rows that join a growing bank at once
 LEFT_OUT = 10_000  # training rows, evenly spaced, that are classified without themselves
 
 
@@ -104,7 +106,7 @@ class Judge:
         features = features_of(self.model, rows, self.config.use_amp)
         if self.asker is None:
             empty = features[:, :0]
-            return Questions(features, empty, empty, empty.long(), None)
+            return Questions(features, empty, empty, empty.long(), empty, None)
         with torch.no_grad():
             return self.asker.ask(features, k or self.asker.k)
 
@@ -152,9 +154,34 @@ class Judge:
                 }
             if self.config.ood:
                 found["ood"] = self.foreign(views[0], own)
-        elif self.config.ood:
-            raise BadOption("ood", "needs a bank: a head over neighbors, or --compare_votes", self.config.ood)
+            if self.config.continual:
+                found["continual"] = {"before": scores(self.vote(views[0]), target), **self.grow(plain.features, target)}
+        elif wanted := [name for name in ("ood", "continual") if getattr(self.config, name)]:
+            raise BadOption(wanted[0], "needs a bank: a head over neighbors, or --compare_votes")
         return found
+
+    def vote(self, questions: Questions) -> Tensor:
+        """Log-probabilities of the best known voter over the neighbors: the head's own, else the attention."""
+        name = self.panel.main if self.model.head.wants_bank else "attention"
+        return self.panel.log_probs([questions], calibrated=self.mode != "none")[name]
+
+    def grow(self, features: Tensor, target: Tensor) -> dict[str, Any]:
+        """The test rows in their order: each block is classified, then joins the bank, whose eviction makes room for it."""
+        assert self.asker is not None
+        assert self.asker.bank is not None
+        static, parts = self.asker.bank, []
+        growing = copy.deepcopy(static)
+        growing.cap, growing.evict = self.config.bank_cap, self.config.bank_evict or growing.evict
+        try:
+            for block, labels in zip(features.split(GROWTH), target.split(GROWTH), strict=True):
+                self.asker.refresh(growing)
+                with torch.no_grad():
+                    questions = self.asker.ask(block)
+                parts.append(self.vote(questions))
+                growing.add(questions.embedding, labels)
+        finally:
+            self.asker.refresh(static)
+        return {"after": scores(torch.cat(parts), target), "block": GROWTH, "bank": len(growing)}
 
     def kept_out(self, voters: dict[str, Any]) -> dict[str, Any]:
         """With the accuracy of each vote over training rows that are not their own neighbors."""

@@ -56,6 +56,10 @@ def table(results: dict[str, Any], written: Path) -> str:
         ood = results["ood"]
         by = f"by distance to the neighbors {ood['auroc_distance']:.3f}, by confidence {ood['auroc_confidence']:.3f}"
         lines += ["", f"foreign rows ({ood['dataset']}, {ood['rows']:,}), AUROC {by}"]
+    if "continual" in results:
+        grown = results["continual"]
+        both = " to ".join(f"{grown[when]['accuracy']:.2%} (NLL {grown[when]['nll']:.4f})" for when in ("before", "after"))
+        lines += ["", f"bank that grows to {grown['bank']:,} rows, {grown['block']} at a time, each classified first: {both}"]
     return "\n".join([*lines, f"written to {written}"])
 
 

@@ -19,6 +19,7 @@ from classifiers import Bank
 from config import Config
 from experiments import reporting
 from experiments.building import (
+    batches,
     build,
     check_evaluation,
     check_same,
@@ -35,7 +36,7 @@ from experiments.measuring import Judge, measure
 from experiments.plugin import load_plugin
 from experiments.sets import sets_of
 from progress import TRACKERS, Log, check_tracker
-from train_eval import Classifier, Diverged, Stopped, train
+from train_eval import Classifier, Diverged, Stopped, remember, train
 from utils import BadOption, Halt, keep_memory, say, write_atomically
 
 
@@ -182,6 +183,12 @@ def rebuild(path: str, given: Mapping[str, Any]) -> Rebuilt:
     bank = Bank.unpack(tensors["bank"], facts["bank"]) if "bank" in tensors else None
     if bank is not None and "ema" not in tensors:  # the bank of a stopped run is of the weights that are not averaged
         model.head.refresh(bank)
+    elif model.head.wants_bank:
+        say("bank: the training rows are embedded anew")
+        rows = batches(config, data, "train", device)
+        assert rows is not None
+        remember(model, rows.plain(), config.use_amp)
+        bank = model.head.bank
     return Rebuilt(config, data, model, device, facts, bank, tensors.get("votes"))
 
 

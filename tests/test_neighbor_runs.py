@@ -133,6 +133,15 @@ def test_ready_made_features(tmp_path: Path) -> None:
     assert nearest["votes"]["voters"]["uniform"]["raw"]["accuracy"] == pytest.approx(one)
 
 
+def test_the_backbone_of_another_run(plain: Path, tmp_path: Path) -> None:
+    """A plain vote over a finished run's frozen backbone: what that run's own comparison said."""
+    given = {k: v for k, v in TINY.items() if k not in ("num_epochs", "lr", "ema_decay", "mixup_alpha", "cutmix_alpha", "augment")}
+    given |= {"pretrained": str(plain), "freeze_backbone": True, "head": "knn", "vote": "uniform", "output_dir": str(tmp_path)}
+    found = run(given, Action())["votes"]["voters"]["uniform"]["raw"]
+    there = json.loads((plain / "results.json").read_text())["votes"]["voters"]["uniform"]["raw"]
+    assert found["accuracy"] == there["accuracy"]
+
+
 # ---------------------------------------------------------------- evaluation
 
 
@@ -204,6 +213,22 @@ def test_rows_from_elsewhere(finished: tuple[Path, dict[str, Any]], tmp_path: Pa
     assert results["ood"]["rows"] == 23
     assert 0 <= results["ood"]["auroc_distance"] <= 1
     assert 0 <= results["ood"]["auroc_confidence"] <= 1
+
+
+@pytest.mark.parametrize("evict", ["fifo", "class-balanced"])
+def test_a_bank_that_grows_while_it_is_used(evict: str, finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """Twice the same test rows: the second time, each has its own copy with its true label in the bank."""
+    data = np.random.default_rng(0).integers(0, 256, (120, 8, 8, 3), np.uint8)
+    labels = np.random.default_rng(1).integers(0, 3, 120)
+    x, y = np.concatenate([data, data]), np.concatenate([labels, labels])
+    np.savez(tmp_path / "twice.npz", x_train=data[:30], y_train=np.arange(30) % 3, x_test=x, y_test=y)
+    given = {"dataset": f"npz:{tmp_path / 'twice.npz'}", "continual": True, "k_eval": "1", "head": "knn", "vote": "uniform", "noise": 0.0}
+    given |= {"bank_evict": evict, "output_dir": str(tmp_path / "run"), "num_epochs": 1}
+    found = run({**SMALL, **given}, Action())["continual"]
+    assert found["after"]["accuracy"] > found["before"]["accuracy"] + 0.3  # chance, and half of the rows known
+    assert found["bank"] == 27 + 240
+    capped = run({**SMALL, **given, "bank_cap": 27}, Action(overwrite=True))["continual"]
+    assert capped["bank"] == 27
 
 
 def test_rows_of_another_set_are_tested_with_the_calibration_of_the_run(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:

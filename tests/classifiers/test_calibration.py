@@ -1,6 +1,7 @@
 """Calibration: what it finds, what it leaves alone, and that nothing but the rows it is given moves it."""
 
 import copy
+import dataclasses
 import math
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from classifiers import Bank
-from classifiers.calibration import MODES, best_epochs, calibrate, opinions
+from classifiers.calibration import MODES, calibrate, chosen, opinions
 from classifiers.knn import AttnKnnHead, KnnHead, LinearAttnKnnHead
 from classifiers.panel import asker_for, panel_beside, panel_of, train_attention
 from classifiers.voters import NOBODY, HeadVoter, Query, Questions
@@ -34,7 +35,7 @@ def nll(voter: nn.Module, questions: Questions, target: Tensor) -> float:
 
 def alone(features: Tensor) -> Questions:
     empty = features[:, :0]
-    return Questions(features, empty, empty, empty.long(), None)
+    return Questions(features, empty, empty, empty.long(), empty, None)
 
 
 def clusters(rows: int, seed: int, spread: float = 0.6) -> tuple[Tensor, Tensor]:
@@ -128,7 +129,7 @@ def test_epochs_are_chosen_by_rows_left_out(asked: tuple[Any, Questions, Tensor]
     """The first neighbor is always right and the others never: an attention that can learn it should be fitted for as long as it may."""
     head, questions, _ = asked
     target = bank_of(head).labels[questions.index[:, 0]]
-    assert best_epochs(head.voter, questions, target, 0) >= 4
+    assert chosen(head.voter, questions, target, 0)[0] >= 4
 
 
 def test_mixture_ends_near_the_better_part(asked: tuple[Any, Questions, Tensor]) -> None:
@@ -142,7 +143,7 @@ def test_mixture_ends_near_the_better_part(asked: tuple[Any, Questions, Tensor])
         mixed.linear.fc.weight.copy_(30 * torch.eye(C, D))
         exact = F.normalize(torch.eye(C, D)[target] + 0.05 * torch.randn(307, D, generator=torch.Generator().manual_seed(3)), dim=1)
         asked_of = mixed.ask(rows)
-    questions = Questions(exact, asked_of.embedding, asked_of.distance, asked_of.index, asked_of.bank)
+    questions = dataclasses.replace(asked_of, features=exact)
     fitted: Any = calibrate(mixed.voter, questions, target, "head")
     assert fitted.share < 0.35
     fixed = LinearAttnKnnHead(D, C, embed_dim=0, k_train=K, attention_heads=1, mix_lambda=0.8).eval()
@@ -217,4 +218,4 @@ def test_a_row_is_the_same_alone_and_in_a_block(asked: tuple[Any, Questions, Ten
     some = torch.tensor([5, 300, 17])
     with torch.no_grad():
         torch.testing.assert_close(head.voter.opinion(questions.at(some)), together[some])
-    assert Query(questions.features, questions.embedding, NOBODY).neighbors.mask.numel() == 0
+    assert Query(questions.features, questions.embedding, NOBODY, questions.means).neighbors.mask.numel() == 0

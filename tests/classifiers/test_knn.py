@@ -168,7 +168,8 @@ def test_parts_have_learning_rates_of_their_own() -> None:
 def test_confidence_is_not_trained() -> None:
     head = make("linear+attn-knn")
     frozen = {name for name, p in head.named_parameters() if not p.requires_grad}
-    assert frozen == {f"voter{part}.log_temperature" for part in ("", ".linear", ".knn")} | {"voter.share_logit"}
+    temperatures = {f"voter{part}.log_temperature" for part in ("", ".linear", ".knn")}
+    assert frozen == temperatures | {"voter.knn.log_sharpness", "voter.share_logit"}
 
 
 def test_not_a_number_is_the_loops_business() -> None:

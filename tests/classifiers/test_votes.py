@@ -234,7 +234,8 @@ def test_prior_learns_and_gradients_reach_it(constant):
     torch.manual_seed(0)
     prior = Prior(C, constant=constant)
     weights = softmax_cosine(query.requires_grad_(), neighbors, distance, labels, mask)
-    log_probs = log_probabilities(prior(probabilities(weights, labels, C, mask), distance, mask))
+    means = torch.rand(B, C)
+    log_probs = log_probabilities(prior(probabilities(weights, labels, C, mask), distance, mask, means))
     F.nll_loss(log_probs, torch.randint(C, (B,))).backward()
     for name, parameter in prior.named_parameters():
         assert parameter.grad is not None, name
@@ -242,6 +243,16 @@ def test_prior_learns_and_gradients_reach_it(constant):
         assert parameter.grad.abs().sum() > 0, name
     assert query.grad is not None
     assert query.grad.isfinite().all()
+
+
+def test_prior_leans_to_the_class_whose_mean_is_near():
+    prior = Prior(3, constant=True, share=0.5)
+    vote, means = torch.tensor([[1.0, 0, 0]]), torch.tensor([[0.9, 0.4, -0.8]])
+    logits = [prior.tilt.item() * cosine for cosine in (0.9, 0.4, -0.8)]
+    total = sum(math.exp(x) for x in logits)
+    expected = [0.5 * (i == 0) + 0.5 * math.exp(x) / total for i, x in enumerate(logits)]
+    assert prior(vote, torch.ones(1, 4), None, means)[0].tolist() == pytest.approx(expected)
+    assert prior(vote, torch.ones(1, 4))[0].tolist() == pytest.approx([0.5 + 0.5 / 3, 0.5 / 3, 0.5 / 3])
 
 
 def noisy_votes() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

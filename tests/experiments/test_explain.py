@@ -269,7 +269,7 @@ def test_refusals(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "broken.png").write_bytes(b"\x89PNG no more")
     capsys.readouterr()
     for words, line in (
-        ("--what neighbors --checkpoint run", "--what must be one of tokens, got 'neighbors'"),
+        ("--what nothing --checkpoint run", "--what must be one of tokens, neighbors, got 'nothing'"),
         ("", "--checkpoint must name the run to explain"),
         ("--checkpoint none", "--checkpoint must be a run or a checkpoint that exists, got 'none'"),
         ("--checkpoint table", "--checkpoint must be a model of images: the rows of a table have no tokens, got 'table'"),

@@ -1,0 +1,325 @@
+"""`main.py explain --what neighbors`: every number against brute force, the command as a user types it, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from classifiers.voters import Mixture, NeighborVoter, Query
+from experiments import gallery
+from experiments.measuring import Judge
+from experiments.run import Rebuilt, judge_of, rebuild
+from main import main
+
+SMALL = ["--num_layers", "1", "--num_heads", "3", "--d_hidden", "15", "--d_mlp", "7", "--num_epochs", "2", "--batch_size", "16"]
+FAKE = ["--dataset", "fake(train=83, test=29, size=6, classes=5)", "--patch_size", "3", *SMALL, "--lr", "3e-3"]
+RUNS = {
+    "attn": [*FAKE, "--head", "attn-knn", "--embed_dim", "12", "--k_train", "7"],
+    "mixed": [*FAKE, "--head", "linear+knn", "--vote", "distance", "--k_train", "7"],
+    "linear": FAKE,
+    "without": [*FAKE, "--no-compare_votes"],
+    "table": ["--dataset", "iris", "--num_epochs", "1", "--head", "knn", "--vote", "uniform", "--k_eval", "3"],
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    for name, words in RUNS.items():
+        assert main([*words, "--output_dir", str(folder / name)]) == 0
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def explained(run: Path, *words: str, name: str = "0") -> dict[str, Any]:
+    """The record of a successful command; its picture is a whole PNG."""
+    assert main(["explain", "--what", "neighbors", "--checkpoint", str(run), "--output_dir", "out", *words]) == 0
+    path = Path("out") / f"explain-neighbors-{name}.png"
+    with Image.open(path) as picture:
+        picture.load()
+        assert picture.width > 1000
+    assert path.with_suffix(".txt").exists()
+    found: dict[str, Any] = json.loads(path.with_suffix(".json").read_text())
+    return found
+
+
+def known(run: Path) -> tuple[Rebuilt, Judge]:
+    again = rebuild(str(run), {})
+    again.model.eval()
+    return again, judge_of(again, run)
+
+
+@torch.no_grad()
+def features(again: Rebuilt, part: str) -> Tensor:
+    """Pixels normalized by hand, through the backbone."""
+    mean, std = (torch.tensor(again.data.fitted[k]).view(1, -1, 1, 1) for k in ("mean", "std"))
+    x: Tensor = again.model.backbone((torch.from_numpy(getattr(again.data, part).x) / 255 - mean) / std)
+    return x
+
+
+@torch.no_grad()
+def brute_force(voter: NeighborVoter, again: Rebuilt, embed: Any, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Rows, labels, squared distances in float64, weights and vote of the k nearest training rows of each test row."""
+    train, test = embed(features(again, "train")), embed(features(again, "test"))
+    distance = (test.double()[:, None] - train.double()[None]).square().sum(2)  # (test, train)
+    near, index = distance.sort(1)
+    near, index = near[:, :k], index[:, :k]
+    label = torch.from_numpy(again.data.train.y)[index]
+    mask = torch.ones_like(label, dtype=torch.bool)
+    weight = voter.weigh(test, train[index], near.float(), label, mask)
+    vote = torch.stack([(weight * (label == c)).sum(1) for c in range(again.data.num_classes)], 1)
+    return index, label, near, weight, vote
+
+
+@torch.no_grad()
+def class_cosines(again: Rebuilt) -> Tensor:
+    """Of each test row with the mean training embedding of each class."""
+    train, test = (again.model.head.embed(features(again, part)) for part in ("train", "test"))
+    y = torch.from_numpy(again.data.train.y)
+    means = torch.stack([train[y == c].mean(0) for c in range(again.data.num_classes)])
+    return torch.nn.functional.cosine_similarity(test[:, None], means[None], dim=2)
+
+
+def check_neighbors(case: dict[str, Any], i: int, again: Rebuilt, found: tuple[Tensor, ...]) -> None:
+    index, label, distance, weight, vote = (part[i] for part in found)
+    names, near = again.data.classes, case["neighbors"]
+    at = {row: place for place, row in enumerate(index.tolist())}
+    assert case["row"] == i
+    assert {n["row"] for n in near} == set(at)
+    order = [at[n["row"]] for n in near]
+    assert [n["weight"] for n in near] == sorted((n["weight"] for n in near), reverse=True)
+    assert [n["weight"] for n in near] == pytest.approx(weight[order].tolist(), abs=1e-5)
+    assert [n["squared_distance"] for n in near] == pytest.approx(distance[order].tolist(), rel=1e-3, abs=1e-6)
+    assert [n["label"] for n in near] == [names[c] for c in label[order]]
+    assert [n["true"] for n in near] == [int(c) == again.data.test.y[i] for c in label[order]]
+    assert case["true"] == names[again.data.test.y[i]]
+    own = next(name for name in case["votes"] if name not in ("uniform", "linear", "prediction"))
+    assert case["votes"][own] == pytest.approx(vote.tolist(), abs=1e-5)
+    share = [float((label == c).double().mean()) for c in range(len(names))]
+    assert case["votes"]["uniform"] == pytest.approx(share, abs=1e-6)
+
+
+def check_mistakes(record: dict[str, Any], again: Rebuilt, probs: Tensor, count: int) -> None:
+    """The wrong rows, the most confident first; their number, and the accuracy."""
+    wrong = [i for i in range(len(probs)) if int(probs[i].argmax()) != again.data.test.y[i]]
+    wrong.sort(key=lambda i: -float(probs[i].max()))
+    assert [case["row"] for case in record["mistakes"]] == wrong[:count]
+    assert record["test"]["wrong"]["rows"] == len(wrong)
+    assert record["test"]["accuracy"] == pytest.approx(1 - len(wrong) / len(probs))
+    for case in [record["query"], *record["mistakes"]]:
+        assert case["votes"]["prediction"] == pytest.approx(probs[case["row"]].tolist(), abs=1e-5)
+        assert case["probability"] == pytest.approx(float(probs[case["row"]].max()), abs=1e-5)
+        assert case["predicted"] == record["classes"][int(probs[case["row"]].argmax())]
+
+
+# ---------------------------------------------------------------- brute force
+
+
+def test_attention(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Calibrated: weights of the calibrated attention; then its prior and its temperature."""
+    again, judge = known(runs / "attn")
+    capsys.readouterr()
+    record = explained(runs / "attn", "--image", "13", "--mistakes", "3", "--K", "4", name="13")
+    text = capsys.readouterr().out
+    voter: Any = judge.panel.calibrated["attention"].eval()
+    found = brute_force(voter, again, again.model.head.embed, 7)
+    check_neighbors(record["query"], 13, again, found)
+    for case in record["mistakes"]:
+        check_neighbors(case, case["row"], again, found)
+    with torch.no_grad():
+        prior = voter.prior(found[4], found[2].float(), means=class_cosines(again))
+        probs = (prior.log() / voter.log_temperature.exp()).softmax(1)
+    check_mistakes(record, again, probs, 3)
+    assert (record["k"], record["shown"], record["calibrated"], record["bank"]) == (7, 4, True, len(again.data.train))
+    assert "calibrated on the validation rows" in text
+    assert "3 more" in text
+    true = torch.from_numpy(again.data.test.y)[:, None]
+    assert record["test"]["all"]["neighbors_true"] == pytest.approx(float((found[1] == true).double().mean()))
+    assert record["test"]["all"]["weight_true"] == pytest.approx(float((found[3] * (found[1] == true)).sum(1).mean()), abs=1e-6)
+    assert record["test"]["all"]["nearest_true"] == pytest.approx(float((found[1] == true)[:, 0].double().mean()))
+    assert 1 <= record["test"]["all"]["effective_neighbors"] <= 7
+
+
+def test_a_mixture(runs: Path) -> None:
+    """The linear head's bars, and lambda between the two."""
+    again, judge = known(runs / "mixed")
+    record = explained(runs / "mixed", "--image", "5", "--mistakes", "2", name="5")
+    mixture: Any = judge.panel.calibrated["mixture"].eval()
+    assert isinstance(mixture, Mixture)
+    found = brute_force(mixture.knn, again, again.model.head.embed, 7)
+    check_neighbors(record["query"], 5, again, found)
+    assert list(record["query"]["votes"]) == ["distance", "uniform", "linear", "prediction"]
+    with torch.no_grad():
+        rows = features(again, "test")
+        linear = (again.model.head.linear(rows) / mixture.linear.log_temperature.exp()).softmax(1)  # type: ignore[operator]
+        assert mixture.knn.prior is not None
+        prior = mixture.knn.prior(found[4], found[2].float(), means=class_cosines(again))
+        knn = (prior.log() / mixture.knn.log_temperature.exp()).softmax(1)
+        mixed = mixture.share * knn + (1 - mixture.share) * linear
+        probs = (mixed.log() / mixture.log_temperature.exp()).softmax(1)
+    assert record["query"]["votes"]["linear"] == pytest.approx(linear[5].tolist(), abs=1e-5)
+    check_mistakes(record, again, probs, 2)
+    assert f"{float(mixture.share):.0%} of the neighbors' vote" in record["notes"][1]
+
+
+def test_a_plain_head_beside_the_votes_over_its_features(runs: Path) -> None:
+    """As trained: the model's own output, and neighbors among normalized features."""
+    again, judge = known(runs / "linear")
+    record = explained(runs / "linear", "--image", "2", name="2")
+    voter: Any = judge.panel.raw["attention"].eval()
+    found = brute_force(voter, again, lambda rows: torch.nn.functional.normalize(rows, dim=1), 16)
+    check_neighbors(record["query"], 2, again, found)
+    with torch.no_grad():
+        probs = again.model.head(features(again, "test")).softmax(1)
+    check_mistakes(record, again, probs, 4)
+    assert record["calibrated"] is False
+    assert "have no part in it" in record["notes"][1]
+
+
+# ---------------------------------------------------------------- by hand
+
+
+def test_summary_by_hand() -> None:
+    """Four rows with 4 neighbors; two are right."""
+    tally = {
+        "neighbors": torch.tensor([4.0, 4, 4, 2]),
+        "true": torch.tensor([4.0, 3, 0, 1]),
+        "predicted": torch.tensor([4.0, 3, 4, 1]),
+        "weight": torch.tensor([1.0, 0.8, 0, 0.4]),
+        "nearest": torch.tensor([1.0, 0, 0, 1]),
+        "effective": torch.tensor([4.0, 3, 2, 1]),
+    }
+    found = gallery.summary(tally, torch.tensor([True, True, False, False]), torch.tensor([0.9, 0.7, 0.6, 0.5]))
+    assert found["accuracy"] == 0.5
+    assert found["all"] == {"rows": 4, "neighbors_true": 0.5625, "weight_true": 0.55, "nearest_true": 0.5, "effective_neighbors": 2.5}
+    assert found["wrong"] == {"rows": 2, "neighbors_true": 0.25, "weight_true": 0.2, "nearest_true": 0.5, "effective_neighbors": 1.5}
+    steps = {tuple(step["neighbors"]): step for step in found["by_agreement"]}
+    assert list(steps) == [(n, n) for n in range(5)]
+    assert steps[4, 4]["true"] == {"rows": 1, "accuracy": 1.0}
+    assert steps[4, 4]["predicted"] == {"rows": 2, "accuracy": 0.5, "confidence": 0.75}
+    assert steps[2, 2]["predicted"] == {"rows": 0, "accuracy": None, "confidence": None}
+
+
+@pytest.mark.parametrize("k", [1, 6, 7, 8, 9, 16, 101])
+def test_ranges_cover_every_number_once(k: int) -> None:
+    covered = [n for low, high in gallery.ranges(k) for n in range(low, high + 1)]
+    assert covered == list(range(k + 1))
+    assert gallery.ranges(k)[-1] == (k, k)
+
+
+def test_classes_worth_a_bar() -> None:
+    """The true one last of all, the predicted one, and the one that another vote wants; 12 bars in all."""
+    votes = torch.zeros(3, 9)
+    votes[0, 7], votes[2, 4], votes[2, 1], votes[2, 2] = 1, 0.5, 0.3, 0.2
+    assert gallery.worth_a_bar(votes, 8) == [4, 1, 7, 8]
+    assert gallery.worth_a_bar(votes, None) == [4, 1, 2, 7]
+    assert gallery.worth_a_bar(votes[:, :3], 0) == [1, 2, 0]
+
+
+def test_missing_neighbors_are_left_out(runs: Path) -> None:
+    """A bank may know fewer rows than were asked for: such places weigh nothing and are not listed."""
+    _, judge = known(runs / "attn")
+    voters = gallery.Voters(judge)
+    asked = judge.ask(judge.sets.test)
+    asked.index[:, 4:] = -1
+    (case,) = voters.cases(asked.subset(torch.tensor([3])), ["three"], [3], [1])
+    assert len(case.neighbors) == 4
+    assert sum(n.weight for n in case.neighbors) == pytest.approx(1)
+    assert isinstance(asked.at(slice(0, 1)), Query)
+    assert voters.tally(asked, judge.sets.test.target, judge.sets.test.target)["neighbors"].tolist() == [4] * len(asked)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_an_image_of_ones_own(runs: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody knows its class; a training image is its own nearest neighbor."""
+    again, _ = known(runs / "attn")
+    Image.fromarray(again.data.train.x[11].transpose(1, 2, 0)).save(here / "my own.png")
+    record = explained(runs / "attn", "--image", "my own.png", "--mistakes", "0", name="my_own")
+    query = record["query"]
+    assert (query["image"], query["row"], query["true"], record["mistakes"]) == ("my own.png", None, None, [])
+    nearest = min(query["neighbors"], key=lambda n: n["squared_distance"])
+    assert nearest["row"] == 11
+    assert nearest["squared_distance"] < 1e-6
+    assert {n["true"] for n in query["neighbors"]} == {None}
+    assert "my own.png: predicted" in capsys.readouterr().out
+
+
+def test_pictures_are_of_the_training_rows(runs: Path) -> None:
+    again, judge = known(runs / "attn")
+    voters = gallery.Voters(judge)
+    (case,) = voters.cases(judge.ask(judge.sets.test).subset(torch.tensor([3])), ["three"], [3], [1])
+    query, *near = gallery.images_of(again, case, gallery.pick_image(again, "0"), 5)
+    assert len(near) == 5
+    for pixels, x in zip([query, *near], [again.data.test.x[3], *(again.data.train.x[n.row] for n in case.neighbors)], strict=False):
+        assert np.abs(pixels - x.transpose(1, 2, 0) / 255).max() < 1e-6
+
+
+def test_a_table_is_text_only(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["explain", "--what", "neighbors", "--checkpoint", str(runs / "table"), "--output_dir", "out"]) == 0
+    said = capsys.readouterr().out
+    assert "no picture: the rows of a table are no images" in said
+    assert "uniform weighs the 3 nearest" in said
+    assert sorted(path.name for path in Path("out").iterdir()) == ["explain-neighbors-0.json", "explain-neighbors-0.txt"]
+    record = json.loads(Path("out/explain-neighbors-0.json").read_text())
+    assert list(record["query"]["votes"]) == ["uniform", "prediction"]
+    assert [n["weight"] for n in record["query"]["neighbors"]] == pytest.approx([1 / 3] * 3)
+
+
+def test_refusals(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for run, words, line in (
+        ("attn", "--queries 0,0", "--queries goes with --what tokens, got '0,0'"),
+        ("attn", "--head 1", "--head goes with --what tokens, got '1'"),
+        ("attn", "--what tokens --mistakes 2", "--mistakes goes with --what neighbors, got '2'"),
+        ("attn", "--K 0", "--K must be a whole number from 1 to 100 with --what neighbors, got '0'"),
+        ("attn", "--mistakes some", "--mistakes must be a whole number from 0 to 50 with --what neighbors, got 'some'"),
+        ("attn", "--image 29", "--image must be a row of the test split (0 to 28) or an image file, got '29'"),
+        ("without", "", "--checkpoint must hold a bank: of a head that looks at neighbors, or of a finished run whose votes were compared"),
+        ("table", "--image own.png", "--image must be a row of the test split (0 to 29): this run reads the rows of a table"),
+    ):
+        capsys.readouterr()
+        assert main(["explain", "--what", "neighbors", "--checkpoint", str(runs / run), "--output_dir", "out", *words.split()]) == 2
+        captured = capsys.readouterr()
+        said = [text for text in captured.err.splitlines() if not text.startswith("device:")]
+        assert len(said) == 1, captured.err
+        assert said[0].startswith(f"error: {line}")
+        assert captured.out == ""
+        assert not Path("out").exists()
+
+
+def test_rows_that_have_changed_are_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The bank names training rows by number: with another data set behind the name, the pictures would be of others."""
+    rng = np.random.default_rng(0)
+
+    def write() -> None:
+        images: dict[str, Any] = {f"x_{part}": rng.integers(0, 256, (rows, 6, 6), np.uint8) for part, rows in (("train", 40), ("test", 5))}
+        np.savez("set.npz", y_train=np.arange(40) % 2, y_test=np.arange(5) % 2, **images)
+
+    write()
+    words = ["--dataset", "npz:set.npz", "--patch_size", "3", *SMALL, "--head", "knn", "--k_train", "3"]
+    assert main([*words, "--output_dir", "run"]) == 0
+    write()
+    capsys.readouterr()
+    assert main(["explain", "--what", "neighbors", "--checkpoint", "run"]) == 2
+    assert "--checkpoint needs the rows that the run was trained on, and the data set has changed since" in capsys.readouterr().err
+
+
+def test_help_names_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--help"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "(--what neighbors)" in said
+    assert "--mistakes" in said

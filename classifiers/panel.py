@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,13 +41,12 @@ class Panel(nn.Module):
             self.calibrated[name] = calibrate(voter, questions, target, self.mode, seed)
 
     @torch.no_grad()
-    def log_probs(self, questions: Sequence[Questions], *, calibrated: bool) -> dict[str, Tensor]:
-        """Of each voter, (N, C); with several views of the same rows, of their mean probability."""
+    def log_probs(self, questions: Questions, *, calibrated: bool) -> dict[str, Tensor]:
+        """Of each voter, (N, C)."""
         found = {}
         for name, voter in (self.calibrated if calibrated else self.raw).items():
             assert isinstance(voter, Voter)
-            views = [voter.settle(opinions(voter, view), view.facts) for view in questions]
-            found[name] = views[0] if len(views) == 1 else log_probabilities(torch.stack([v.exp() for v in views]).mean(0))
+            found[name] = voter.settle(opinions(voter, questions), questions.facts)
         return found
 
     @torch.no_grad()
@@ -64,6 +64,11 @@ class Panel(nn.Module):
         return found
 
 
+def averaged(views: Sequence[Tensor]) -> Tensor:
+    """Of several views of the same rows, the logarithm of their mean probability."""
+    return torch.logsumexp(torch.stack(list(views)), 0) - math.log(len(views))
+
+
 def with_prior(voter: Voter, head: NeighborHead) -> Voter:
     """A copy whose vote has a prior: the class frequencies of the bank, where it had none."""
     voter = copy.deepcopy(voter)
@@ -76,21 +81,22 @@ def with_prior(voter: Voter, head: NeighborHead) -> Voter:
     return voter
 
 
-def panel_of(head: NeighborHead, num_classes: int, mode: str) -> Panel:
-    """The voters to compare with a head that has a bank: its own, its parts, and the votes without parameters."""
+def panel_of(head: NeighborHead, num_classes: int, mode: str, attention: NeighborVoter | None = None) -> Panel:
+    """The voters to compare with a head that has a bank: its own, its parts, the votes without parameters, and (for a head that
+    has none of its own) an attention."""
     knn = head.knn
     own = "attention" if isinstance(knn.weigh, NeighborAttention) else next(n for n in VOTES if VOTES[n] is knn.weigh)
     device = knn.log_temperature.device
     options = {"ensemble": head.ensemble, "adaptive": head.adaptive_k}
     plain = {name: NeighborVoter(VOTES[name], num_classes, **options).to(device) for name in PLAIN if name != own}  # type: ignore[arg-type]
-    voters: dict[str, Voter] = {**plain, own: knn}
+    voters: dict[str, Voter] = {**plain, own: knn, **({"attention": attention} if attention is not None else {})}
     if isinstance(head.voter, Mixture):
         voters = {"linear": head.voter.linear, **voters, "mixture": head.voter}
     return Panel(voters, "mixture" if isinstance(head.voter, Mixture) else own, mode, head)
 
 
 def asker_for(num_features: int, num_classes: int, **options: Any) -> AttnKnnHead:
-    """For a head without a bank: votes over its backbone's features as they are, brought to unit length."""
+    """Learned votes over rows as they are, brought to unit length: for a head that has no bank, or no attention."""
     heads = next(h for h in (4, 3, 2, 1) if num_features % h == 0)
     return AttnKnnHead(num_features, num_classes, embed_dim=0, attention_heads=heads, contrastive_weight=0.0, **options)
 

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from classifiers import metrics as six
 from classifiers.bank import Bank
+from classifiers.embedder import unit
 from classifiers.knn import AttnKnnHead, NeighborHead
 from classifiers.metrics import auroc, confusion_matrix, detailed
-from classifiers.panel import Panel, asker_for, panel_beside, panel_of, train_attention
+from classifiers.neighbor_attention import NeighborAttention
+from classifiers.panel import Panel, asker_for, averaged, panel_beside, panel_of, train_attention
 from classifiers.voters import HeadVoter, NeighborVoter, Questions
 from config import Config
 from dataset import Data
@@ -38,44 +40,51 @@ class Judge:
     def __init__(self, config: Config, data: Data, model: Classifier, sets: Sets) -> None:
         self.config, self.data, self.model, self.sets = config, data, model, sets
         self.mode = (config.calibrate or "head") if data.val is not None else "none"
-        # What counts as the model's own output: as trained, unless calibration was asked for or the head lives by it.
-        self.calibrated = self.mode != "none" and (config.calibrate is not None or model.head.wants_bank)
         self.asker: NeighborHead | None = None
         self.panel: Panel
 
+    @property
+    def calibrated(self) -> bool:
+        """Whether the model's own output is the calibrated one: if that was asked for, or the head lives by it."""
+        return self.mode != "none" and (self.config.calibrate is not None or self.model.head.wants_bank)
+
     # ------------------------------------------------ the panel
 
-    def prepare(self, stored: Mapping[str, Tensor] | None, bank: Bank | None) -> None:
-        """The panel, as it is stored in a checkpoint, or fitted: its attention to training rows, its confidence to validation rows."""
+    def prepare(self, stored: Mapping[str, Tensor] | None, bank: Bank | None, mode: str | None = None) -> None:
+        """The panel: as it is stored in a checkpoint, of that mode; or fitted, its attention to training rows, its confidence to
+        validation rows."""
         head, config = self.model.head, self.config
+        self.mode = mode or self.mode
         if isinstance(head, NeighborHead):
             self.asker = head
             if head.bank is None:
                 remember(self.model, self.sets.train.plain(), config.use_amp)
-            self.panel = panel_of(head, self.data.num_classes, self.mode)
+            assert head.bank is not None
+            own = isinstance(head.knn.weigh, NeighborAttention)
+            attention = None if own else self.attention_over(head.bank, trained=stored is not None).knn
+            self.panel = panel_of(head, self.data.num_classes, self.mode, attention)
         elif self.compares(stored):
-            asker = self.asker = self.votes_over_features(bank)
-            if stored is None:
-                train_attention(asker, *self.left_out(), config.seed)
+            over = self.bank_of_features() if bank is None or head.wants_bank else bank
+            asker = self.asker = self.attention_over(over, trained=stored is not None)
             self.panel = panel_beside(head, config.head, asker, self.mode)
         else:
             self.panel = Panel({config.head: HeadVoter(head)}, config.head, self.mode, None)
         self.panel.to(self.sets.test.device)
-        if stored is not None and set(stored) == set(self.panel.state_dict()):
+        if stored is not None:
             self.panel.load_state_dict(dict(stored))
         elif self.mode != "none" and self.sets.val is not None:
             self.panel.calibrate(self.ask(self.sets.val), self.sets.val.target, config.seed)
 
     def without_calibration(self, reason: str) -> None:
         say(f"calibrate: not possible ({reason})")
-        self.mode, self.calibrated = "none", False
+        self.mode = "none"
 
     def groups(self) -> dict[str, dict[str, Tensor]]:
         """What a checkpoint keeps of it: the bank and all that was fitted."""
         return {"votes": self.panel.state_dict(), **packed(self.asker.bank if self.asker else None)[0]}
 
     def facts(self) -> dict[str, Any]:
-        return packed(self.asker.bank if self.asker else None)[1]
+        return {"calibrated": self.mode, **packed(self.asker.bank if self.asker else None)[1]}
 
     def validate(self) -> dict[str, float] | None:
         """The validation rows as the loop sees them: before calibration."""
@@ -88,18 +97,22 @@ class Judge:
             return any("attention" in name for name in stored)
         return len(self.data.train) <= MOST_ROWS if wanted is None else wanted
 
-    def votes_over_features(self, bank: Bank | None) -> AttnKnnHead:
-        config, train = self.config, self.sets.train.plain()
-        if bank is None:
-            features = features_of(self.model, train, config.use_amp)
-            rows = torch.nn.functional.normalize(features, dim=1)
-            bank = Bank(rows.shape[1])
-            bank.add(rows, train.target, torch.arange(len(rows)))
+    def bank_of_features(self) -> Bank:
+        train = self.sets.train.plain()
+        rows = unit(features_of(self.model, train, self.config.use_amp))
+        bank = Bank(rows.shape[1])
+        bank.add(rows, train.target)
+        return bank
+
+    def attention_over(self, bank: Bank, *, trained: bool) -> AttnKnnHead:
+        """An attention over the rows of a bank. Unless it will be read from a checkpoint, it is trained on these rows, each left out."""
+        config = self.config
         options = dict(k_eval=config.k_eval, k_ensemble=config.k_ensemble, adaptive_k=config.adaptive_k)
-        k = min(16, len(bank))
         torch.manual_seed(config.seed)
-        asker = asker_for(bank.dim, self.data.num_classes, k_train=k, **options).to(train.device).eval()
-        asker.refresh(bank)
+        asker = asker_for(bank.dim, self.data.num_classes, k_train=min(config.k_train or 16, len(bank)), **options)
+        asker.to(self.sets.test.device).eval().refresh(bank)
+        if not trained:
+            train_attention(asker, *self.left_out(asker), config.seed)
         return asker
 
     def ask(self, rows: Any, k: int | None = None) -> Questions:
@@ -110,14 +123,13 @@ class Judge:
         with torch.no_grad():
             return self.asker.ask(features, k or self.asker.k)
 
-    def left_out(self) -> tuple[Questions, Tensor]:
+    def left_out(self, asker: NeighborHead) -> tuple[Questions, Tensor]:
         """Training rows with their neighbors, themselves excluded, and their labels."""
-        assert self.asker is not None
-        assert self.asker.bank is not None
-        bank = self.asker.bank
+        assert asker.bank is not None
+        bank = asker.bank
         some = torch.linspace(0, len(bank) - 1, min(len(bank), LEFT_OUT)).round().long()
         device = self.sets.test.device
-        return self.asker.without_themselves(bank.ids[some].to(device)), bank.labels[some].to(device)
+        return asker.without_themselves(bank.ids[some].to(device)), bank.labels[some].to(device)
 
     # ------------------------------------------------ what it finds
 
@@ -130,12 +142,7 @@ class Judge:
         plain, target = views[0], test.target
         if self.asker is not None:
             views = [view.top(self.asker.k) for view in views]
-        variants: dict[str, dict[str, Tensor]] = {}
-        for calibrated in (False, True)[: 1 + (self.mode != "none")]:
-            name = "calibrated" if calibrated else "raw"
-            variants[name] = self.panel.log_probs(views[:1], calibrated=calibrated)
-            if len(views) > 1:
-                variants[f"{name}_tta"] = self.panel.log_probs(views, calibrated=calibrated)
+        variants = self.variants(views)
         own = variants[("calibrated" if self.calibrated else "raw") + ("_tta" if len(views) > 1 else "")][self.panel.main]
         found: dict[str, Any] = {
             "test": scores(own, target),
@@ -160,10 +167,20 @@ class Judge:
             raise BadOption(wanted[0], "needs a bank: a head over neighbors, or --compare_votes")
         return found
 
+    def variants(self, views: list[Questions]) -> dict[str, dict[str, Tensor]]:
+        """Log-probabilities of each voter as trained and calibrated, of the rows as they are and averaged over views."""
+        found = {}
+        for name in ("raw", "calibrated")[: 1 + (self.mode != "none")]:
+            of_view = [self.panel.log_probs(view, calibrated=name == "calibrated") for view in views]
+            found[name] = of_view[0]
+            if len(views) > 1:
+                found[f"{name}_tta"] = {voter: averaged([of[voter] for of in of_view]) for voter in of_view[0]}
+        return found
+
     def vote(self, questions: Questions) -> Tensor:
         """Log-probabilities of the best known voter over the neighbors: the head's own, else the attention."""
         name = self.panel.main if self.model.head.wants_bank else "attention"
-        return self.panel.log_probs([questions], calibrated=self.mode != "none")[name]
+        return self.panel.log_probs(questions, calibrated=self.mode != "none")[name]
 
     def grow(self, features: Tensor, target: Tensor) -> dict[str, Any]:
         """The test rows in their order: each block is classified, then joins the bank, whose eviction makes room for it."""
@@ -185,7 +202,8 @@ class Judge:
 
     def kept_out(self, voters: dict[str, Any]) -> dict[str, Any]:
         """With the accuracy of each vote over training rows that are not their own neighbors."""
-        questions, labels = self.left_out()
+        assert self.asker is not None
+        questions, labels = self.left_out(self.asker)
         for name, voter in self.panel.raw.items():
             if isinstance(voter, NeighborVoter):
                 with torch.no_grad():
@@ -197,7 +215,7 @@ class Judge:
         """AUROC of another data set's test rows: by the distance to their neighbors, and by the model's confidence."""
         assert self.config.ood is not None
         theirs = self.ask(foreign_rows(self.config, self.data, self.config.ood, self.sets.test.device))
-        unsure = self.panel.log_probs([theirs], calibrated=self.calibrated)[self.panel.main]
+        unsure = self.panel.log_probs(theirs, calibrated=self.calibrated)[self.panel.main]
         return {
             "dataset": self.config.ood,
             "rows": len(theirs),

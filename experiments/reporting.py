@@ -35,6 +35,7 @@ def table(results: dict[str, Any], written: Path) -> str:
     val, test = results["val"] or {}, results["test"]
     percent = {"accuracy": "accuracy", "top5": "top-5", "f1_macro": "F1-macro"}
     plain = {"nll": "NLL", "ece": "ECE", "brier": "Brier"}
+    sure = {f"accuracy_at_{share}": f"surest {share} %" for share in (95, 90, 80)}
 
     def cells(key: str, form: str) -> str:
         return "".join(f"{format(scores[key], form) if key in scores else '-':>12}" for scores in (val, test))
@@ -42,6 +43,7 @@ def table(results: dict[str, Any], written: Path) -> str:
     lines = [f"{'epoch ' + str(results['epoch']):<16}{'val':>12}{'test':>12}"]
     lines += [f"{name:<16}{cells(key, '.2%')}" for key, name in percent.items()]
     lines += [f"{name:<16}{cells(key, '.4f')}" for key, name in plain.items()]
+    lines += [f"{name:<16}{cells(key, '.2%')}" for key, name in sure.items()]
     cost = {
         "parameters": f"{results['params'] / 1e6:.3f} M",
         "GFLOPs": f"{results['gflops']:.4g}",

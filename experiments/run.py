@@ -150,7 +150,7 @@ def judge_of(again: Rebuilt, folder: Path) -> Judge:
         stored = None
     elif same_rows and differs:
         stored = None
-    judge.prepare(stored, again.bank)
+    judge.prepare(stored, again.bank, None if stored is None else facts["calibrated"])
     return judge
 
 

@@ -195,7 +195,7 @@ def test_other_evaluations_of_a_checkpoint(
         kind = given["calibrate"]
         assert ("calibrated" in voters["uniform"]) == (kind != "none")
         if kind == "temperature":  # one temperature changes no decision
-            assert voters["uniform"]["calibrated"]["accuracy"] == voters["uniform"]["raw"]["accuracy"]
+            assert voters["linear"]["calibrated"]["accuracy"] == voters["linear"]["raw"]["accuracy"]
 
 
 @pytest.fixture(scope="module")

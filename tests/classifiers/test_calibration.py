@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from classifiers import Bank
 from classifiers.calibration import MODES, calibrate, chosen, opinions
 from classifiers.knn import AttnKnnHead, KnnHead, LinearAttnKnnHead
-from classifiers.panel import asker_for, panel_beside, panel_of, train_attention
+from classifiers.panel import asker_for, averaged, panel_beside, panel_of, train_attention
 from classifiers.voters import NOBODY, HeadVoter, Query, Questions
 from tests.classifiers.test_knn import bank_of
 from utils import BadOption
@@ -165,10 +165,10 @@ def test_panel_compares_on_the_same_neighbors(asked: tuple[Any, Questions, Tenso
     panel = panel_of(head, C, "head")
     assert list(panel.raw) == ["uniform", "distance", "attention"]
     assert panel.main == "attention"
-    uniform = panel.log_probs([questions], calibrated=False)["uniform"].exp()
+    uniform = panel.log_probs(questions, calibrated=False)["uniform"].exp()
     counts = torch.stack([(bank_of(head).labels[row] == torch.arange(C)[:, None]).sum(1) for row in questions.index])
     torch.testing.assert_close(uniform, counts / K, atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(panel.log_probs([questions], calibrated=False)["attention"].exp(), head(questions.features).exp())
+    torch.testing.assert_close(panel.log_probs(questions, calibrated=False)["attention"].exp(), head(questions.features).exp())
 
 
 def test_views_are_averaged_as_probabilities(asked: tuple[Any, Questions, Tensor]) -> None:
@@ -176,8 +176,9 @@ def test_views_are_averaged_as_probabilities(asked: tuple[Any, Questions, Tensor
     with torch.no_grad():
         other = head.ask(clusters(len(questions), 9)[0])
     panel = panel_of(head, C, "none")
-    one, two, both = (panel.log_probs(v, calibrated=False)["attention"].exp() for v in ([questions], [other], [questions, other]))
-    torch.testing.assert_close(both, (one + two) / 2)
+    one, two = (panel.log_probs(view, calibrated=False)["attention"] for view in (questions, other))
+    torch.testing.assert_close(averaged([one, two]).exp(), (one.exp() + two.exp()) / 2)
+    assert torch.equal(averaged([one]), one)
 
 
 def test_every_k_from_one_search(asked: tuple[Any, Questions, Tensor]) -> None:
@@ -206,8 +207,8 @@ def test_panel_beside_a_head_without_a_bank(asked: tuple[Any, Questions, Tensor]
     panel.calibrate(questions, target, 0)
     again = panel_beside(plain, "linear", asker, "head")  # type: ignore[arg-type]
     again.load_state_dict(panel.state_dict())
-    for name, log_probs in panel.log_probs([questions], calibrated=True).items():
-        assert torch.equal(log_probs, again.log_probs([questions], calibrated=True)[name])
+    for name, log_probs in panel.log_probs(questions, calibrated=True).items():
+        assert torch.equal(log_probs, again.log_probs(questions, calibrated=True)[name])
         assert log_probs.exp().sum(1).sub(1).abs().max() < 1e-5
         assert math.isfinite(nll(panel.calibrated[name], questions, target))
 

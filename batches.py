@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 from dataset import Data, Split
 from utils import BadOption, mix, uniforms
 
-ORDER, AUGMENT, NOISE, MIX, VIEW = range(10, 15)  # names of the random streams
+ORDER, AUGMENT, NOISE, MIX, VIEW, BANK = range(10, 16)  # names of the random streams
 CROP_SCALE, CROP_RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 VIEW_SCALE = (0.6, 1.0)  # gentler than training's: a view has to show what the label names
 SMALL = 48  # sides up to this are resized by matrix products on a CPU

@@ -98,7 +98,7 @@ class Config:
     contrastive_weight: float = flag(0.5, HEAD, "weight of the supervised contrastive loss", rule=at_least(0))
     contrastive_form: str = flag("temperature", HEAD, "its form", choices=("temperature", "margin"))
     contrastive_temperature: float = flag(0.1, HEAD, "its temperature", rule=above(0))
-    contrastive_margin: float = flag(0.5, HEAD, "its margin", rule=at_least(0))
+    contrastive_margin: float = flag(0.5, HEAD, "its margin, a cosine", rule=(lambda v: -1 <= v <= 1, "must be between -1 and 1"))
     hard_negatives: float = flag(0.0, HEAD, "how much near rows of other classes weigh in it", rule=at_least(0))
     entropy_reg: float = flag(0.0, HEAD, "weight of keeping the attention from resting on few neighbors", rule=at_least(0))
     views: int = flag(4, HEAD, "augmented views of each row with --freeze_backbone --augment", rule=at_least(1))

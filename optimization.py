@@ -73,8 +73,8 @@ class Schedule:
 
     @property
     def lr(self) -> float:
-        """Of the last group: the head's."""
-        return self.optimizer.param_groups[-1]["lr"]
+        """The highest of the groups'."""
+        return max(group["lr"] for group in self.optimizer.param_groups)
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self.plateau)

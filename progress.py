@@ -144,9 +144,10 @@ class Log:
         if better:
             self.best = f"  best val {val['accuracy']:.2%}" if val else ""
         if not self.bar:
-            loss = sum(line["train"].values())
+            terms = line["train"]
+            parts = f" ({', '.join(f'{name} {value:.3f}' for name, value in terms.items())})" if len(terms) > 1 else ""
             say(
-                f"epoch {line['epoch']:3d}/{self.epochs}  loss {loss:.4f}{accuracy}{' *' if better and val else ''}  "
+                f"epoch {line['epoch']:3d}/{self.epochs}  loss {sum(terms.values()):.4f}{parts}{accuracy}{' *' if better and val else ''}  "
                 f"lr {line['lr']:.2g}  {line['images_per_second']:,.0f} img/s  {line['seconds']:.1f} s"
             )
 

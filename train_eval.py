@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 import checkpoint
-from batches import MIX, AnyBatches, Batch, mixed
+from batches import BANK, MIX, AnyBatches, Batch, mixed
 from classifiers import Bank, Head, metrics
 from config import Config
 from optimization import Average, Schedule, make_optimizer
@@ -165,13 +166,16 @@ def remember(model: Classifier, rows: AnyBatches, use_amp: bool = False) -> None
     if not model.head.wants_bank:
         return
     model.eval()
-    bank: Bank | None = None
+    parts = []
     for batch in rows.epoch():
         with autocast(rows.device, use_amp):
-            embedding = without_nan(model.head.embed(model.features(batch)))
-        bank = bank or Bank(embedding.shape[1], **model.head.bank_options)
-        bank.add(embedding, batch.target, batch.index)
-    assert bank is not None
+            features = model.features(batch)
+        parts.append(without_nan(model.head.embed(features.float())).float().cpu())
+    embeddings, ids = torch.cat(parts), torch.arange(len(rows.target))
+    bank = Bank(embeddings.shape[1], **model.head.bank_options)
+    if bank.cap is not None:  # who comes last stays: that must not depend on the order of a file
+        ids = torch.from_numpy(np.random.default_rng(mix(rows.seed, BANK)).permutation(len(ids)))
+    bank.add(embeddings[ids], rows.target.cpu()[ids], ids)
     model.head.refresh(bank)
 
 
@@ -339,12 +343,12 @@ class State:
         checkpoint.unpack_rng(tensors["training"], training["random"])  # last: nothing after it draws
 
 
-def packed(bank: Bank | None) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+def packed(bank: Bank | None, name: str = "bank") -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """A bank as a group of tensors and a fact of a checkpoint; nothing for a head without one."""
     if bank is None:
         return {}, {}
     tensors, facts = bank.pack()
-    return {"bank": tensors}, {"bank": facts}
+    return {name: tensors}, {name: facts}
 
 
 # ---------------------------------------------------------------- precision

@@ -39,7 +39,7 @@ from classifiers.index import (
     some_of,
     squared_lengths,
 )
-from utils import BadOption, nearest, say
+from utils import BadOption, one_of, say
 
 EVICTIONS = ("fifo", "class-balanced")
 FACTS = ("dim", "kind", "cap", "evict", "_next_id", "_next_birth")
@@ -71,10 +71,8 @@ class Bank:
             raise BadOption("embed_dim", "must be at least 1", dim)
         if cap is not None and cap < 1:
             raise BadOption("cap", "must be at least 1", cap)
-        if evict not in EVICTIONS:
-            raise BadOption("evict", f"must be one of {', '.join(EVICTIONS)}{nearest(evict, EVICTIONS)}", evict)
         check_kind(kind, dim)
-        self.dim, self.kind, self.cap, self.evict = dim, kind, cap, evict
+        self.dim, self.kind, self.cap, self.evict = dim, kind, cap, one_of(evict, EVICTIONS, "evict")
         self._size = self._next_id = self._next_birth = 0
         self._rows = torch.empty(0, dim)  # each of these has room to grow: only the first _size slots are rows
         self._labels, self._ids, self._births = (torch.empty(0, dtype=torch.long) for _ in range(3))

@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from classifiers.neighbor_attention import NeighborAttention
-from classifiers.voters import NeighborVoter, Questions, Voter
+from classifiers.voters import HeadVoter, NeighborVoter, Questions, Voter
 from utils import mix, one_of
 
 MODES = ("none", "head", "temperature")
 SPREADS = (0.1, 0.3, 1.0)  # how far parameters may go; the first hardly lets them
 FOLDS, EPOCHS, BATCH, RATE = 3, 8, 256, 3e-3  # of the final fit of the attention
+TRAINING_EPOCHS = 3  # of an attention over a bank that has none
 
 
 @torch.no_grad()
@@ -38,7 +38,7 @@ def calibrate(voter: Voter, questions: Questions, target: Tensor, mode: str, see
     fitted = copy.deepcopy(voter).eval().requires_grad_(False)
     if mode == "none" or not len(questions):
         return fitted
-    if mode == "temperature":
+    if mode == "temperature" or isinstance(voter, HeadVoter):  # of a head alone there is nothing else to fit
         return fit_confidence(fitted, opinions(fitted, questions), questions, target, [fitted.log_temperature])
     fitted.fitted_to(len(questions))
     epochs, spread = chosen(fitted, questions, target, seed)
@@ -73,7 +73,8 @@ def fit_confidence(
         return value
 
     with torch.enable_grad():
-        for parameter in parameters:
+        for parameter, start in zip(parameters, starts, strict=True):
+            parameter.data.copy_(start)
             parameter.requires_grad_(True)
         optimizer.step(loss)
     for parameter, start in zip(parameters, starts, strict=True):
@@ -83,11 +84,13 @@ def fit_confidence(
     return voter
 
 
-def fit_attention(voter: Voter, questions: Questions, target: Tensor, epochs: int, seed: int) -> Iterator[int]:
-    """The attention and the confidence together, an epoch at a time."""
+def fit_attention(
+    voter: Voter, questions: Questions, target: Tensor, epochs: int, seed: int, *, confidence: bool = True
+) -> Iterator[int]:
+    """The attention, and with it the confidence, an epoch at a time."""
     if not epochs or not voter.attention():
         return
-    parameters = [*voter.attention(), *voter.confidence()]
+    parameters = [*voter.attention(), *(voter.confidence() if confidence else ())]
     optimizer = torch.optim.AdamW(parameters, lr=RATE, weight_decay=0.0)
     for epoch in range(epochs):
         with torch.enable_grad():
@@ -128,19 +131,16 @@ def held_out(voter: Voter, starts: list[Tensor], known: Questions, target: Tenso
     opinion, other = opinions(voter, known), opinions(voter, asked)
     losses = []
     for spread in SPREADS:
-        fitted = copy.deepcopy(voter)
-        for parameter, start in zip(fitted.confidence(), starts, strict=True):
-            parameter.data.copy_(start)
-        fit_confidence(fitted, opinion, known, target, starts=starts, spread=spread)
+        fitted = fit_confidence(copy.deepcopy(voter), opinion, known, target, starts=starts, spread=spread)
         with torch.no_grad():
             losses.append(F.nll_loss(fitted.settle(other, asked.facts), truth, reduction="sum").double())
     return torch.stack(losses).cpu()
 
 
-def leave_one_out(voter: NeighborVoter, questions: Questions, target: Tensor, epochs: int, seed: int) -> None:
+def train_attention(voter: NeighborVoter, questions: Questions, target: Tensor, seed: int) -> None:
     """Trains an attention on the bank's own rows, each with its neighbors but without itself. The embeddings stay."""
-    assert isinstance(voter.weigh, NeighborAttention)
     voter.train()
-    for _ in fit_attention(voter, questions, target, epochs, seed):
+    # Not its confidence: that training rows lie where they were taught to says nothing about others.
+    for _ in fit_attention(voter, questions, target, TRAINING_EPOCHS, seed, confidence=False):
         pass
     voter.eval()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +11,8 @@ import torch
 from torch import Tensor
 
 from classifiers.bank import EVICTIONS, Bank, Neighbors
-from classifiers.embedder import Embedder, unit
+from classifiers.class_means import ClassMeans
+from classifiers.embedder import Embedder
 from classifiers.heads import HEADS, Head, LinearHead
 from classifiers.losses import collapse, contrastive_margin, nll, supervised_contrastive
 from classifiers.neighbor_attention import NeighborAttention
@@ -64,16 +67,16 @@ class NeighborHead(Head):
         self.contrastive = {"hard_negatives": hard_negatives}
         self.contrastive |= {"margin": contrastive_margin} if contrastive_form == "margin" else {"temperature": contrastive_temperature}
         self.bank: Bank | None = None
-        self.means = torch.empty(0)  # of the classes in the bank
+        self.means: ClassMeans | None = None
 
     voter: Voter
 
     def new_prior(self) -> Prior:
         return Prior(self.num_classes, constant=self.prior_kind == "constant")
 
-    def make_voter(self, weigh: Any, values: TabrValues | None = None) -> NeighborVoter:
+    def make_voter(self, name: str, weigh: Any, values: TabrValues | None = None) -> NeighborVoter:
         return NeighborVoter(
-            weigh, self.num_classes, prior=self.new_prior(), values=values, ensemble=self.ensemble, adaptive=self.adaptive_k
+            name, weigh, self.num_classes, prior=self.new_prior(), values=values, ensemble=self.ensemble, adaptive=self.adaptive_k
         )
 
     @property
@@ -96,11 +99,14 @@ class NeighborHead(Head):
         if bank.dim != self.embedder.dim:
             raise BadOption("bank", f"must hold embeddings of this head's dimension ({self.embedder.dim})", bank.dim)
         bank.require_classes(self.num_classes)
+        self.use(bank)
+
+    def use(self, bank: Bank) -> None:
+        """A bank that grows may have lost a class: it gets no votes."""
         for name, k in {"k_train": self.k_train, "k_eval": max(self.ks), "k_ensemble": max(self.ensemble, default=1)}.items():
             if k > len(bank):
                 raise BadOption(name, f"must be at most the number of rows in the bank ({len(bank)})", k)
-        self.bank = bank
-        self.means = class_means(bank, self.num_classes)
+        self.bank, self.means = bank, ClassMeans(bank, self.num_classes)
 
     def neighbors(self, embedding: Tensor, k: int, exclude: Tensor | None = None, bank: Bank | None = None) -> Neighbors:
         bank = bank or self.bank
@@ -128,15 +134,12 @@ class NeighborHead(Head):
             for at, rows in enumerate(embedding.split(BLOCK))
         ]
         distance, index = (torch.cat([getattr(n, part) for n in near]) for part in ("distance", "index"))
-        return Questions(features, embedding, distance, index, self.near_means(embedding), self.bank)
+        assert self.means is not None
+        return Questions(features, embedding, distance, index, self.means.cosine(embedding, exclude), self.bank)
 
-    def query(self, features: Tensor, embedding: Tensor, near: Neighbors) -> Query:
-        return Query(features, embedding, near, self.near_means(embedding))
-
-    def near_means(self, embedding: Tensor) -> Tensor:
-        """Cosine of each embedding with the mean of each class, (B, C)."""
-        self.means = self.means.to(embedding.device)
-        return embedding.detach() @ self.means.T
+    def query(self, features: Tensor, embedding: Tensor, near: Neighbors, exclude: Tensor | None = None) -> Query:
+        assert self.means is not None
+        return Query(features, embedding, near, self.means.cosine(embedding, exclude))
 
     # ------------------------------------------------ the contract
 
@@ -153,7 +156,10 @@ class NeighborHead(Head):
         if bank is not None and self.neighbor_sample < 1:
             bank = bank.sample(max(self.k_train, round(self.neighbor_sample * len(bank))))
         near = self.neighbors(embedding, self.k_train, index, bank)
-        return self.terms(self.query(features, embedding, near), target, index)
+        # What was searched has no gradient; the distance as a function of the embedding has.
+        distance = (embedding[:, None] - near.embedding).square().sum(2).masked_fill(~near.mask, math.inf)
+        near = dataclasses.replace(near, distance=distance)
+        return self.terms(self.query(features, embedding, near, index), target, index)
 
     def terms(self, query: Query, target: Tensor, index: Tensor) -> dict[str, Tensor]:
         weights = self.knn.weights(query)
@@ -171,19 +177,13 @@ class NeighborHead(Head):
         return "projection" if name.startswith("embedder.") else "head" if ".linear." in f".{name}" else "attention"
 
 
-def class_means(bank: Bank, num_classes: int) -> Tensor:
-    """The mean embedding of each class, of unit length (C, D)."""
-    sums = torch.zeros(num_classes, bank.dim).index_add_(0, bank.labels, bank.embeddings)
-    return unit(sums)
-
-
 @HEADS.register("knn")
 class KnnHead(NeighborHead):
     """The k nearest training rows vote: uniform, by distance, or by softmax of the cosine (DINO)."""
 
     def __init__(self, num_features: int, num_classes: int, *, vote: str = "softmax-cosine", **options: Any) -> None:
         super().__init__(num_features, num_classes, **options)
-        self.voter = self.make_voter(VOTES[vote])
+        self.voter = self.make_voter(vote, VOTES[vote])
 
 
 @HEADS.register("attn-knn")
@@ -218,7 +218,7 @@ class AttnKnnHead(NeighborHead):
             distance_bias=distance_bias,
         )
         tabr = TabrValues(dim, num_classes) if one_of(values, ("labels", "tabr"), "values") == "tabr" else None
-        self.voter, self.entropy_reg = self.make_voter(attention, tabr), entropy_reg
+        self.voter, self.entropy_reg = self.make_voter("attention", attention, tabr), entropy_reg
 
     def more_terms(self, weights: Tensor, query: Query, target: Tensor, index: Tensor) -> dict[str, Tensor]:
         terms = super().more_terms(weights, query, target, index)

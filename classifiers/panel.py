@@ -10,15 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from classifiers.calibration import calibrate, leave_one_out, opinions
+from classifiers.calibration import calibrate, opinions
 from classifiers.heads import Head
 from classifiers.knn import AttnKnnHead, NeighborHead
-from classifiers.neighbor_attention import NeighborAttention
 from classifiers.voters import HeadVoter, Mixture, NeighborVoter, Questions, Voter
-from classifiers.votes import VOTES, log_probabilities, probabilities_at
+from classifiers.votes import VOTES
 
 PLAIN = ("uniform", "distance")  # compared with every head
-LEAVE_ONE_OUT_EPOCHS = 3
 
 
 class Panel(nn.Module):
@@ -49,19 +47,13 @@ class Panel(nn.Module):
             found[name] = voter.settle(opinions(voter, questions), questions.facts)
         return found
 
-    @torch.no_grad()
-    def by_k(self, questions: Questions, ks: Sequence[int]) -> dict[str, list[Tensor]]:
-        """Log-probabilities of the votes of the first k neighbors, for each k, from one search."""
-        found = {}
-        for name, voter in self.raw.items():
-            if isinstance(voter, NeighborVoter) and voter.values is None:
-                voter.eval()
-                votes = [
-                    probabilities_at(voter.weights(q), q.neighbors.label, voter.num_classes, ks, q.neighbors.mask)
-                    for q in questions.blocks()
-                ]
-                found[name] = [log_probabilities(vote) for vote in torch.cat(votes, 1)]
-        return found
+    def by_k(self, questions: Questions, ks: Sequence[int]) -> dict[int, dict[str, Tensor]]:
+        """As trained, with the first k neighbors for each k, all from one search; no mean over several k."""
+        single = copy.deepcopy(self)
+        for voter in single.raw.modules():
+            if isinstance(voter, NeighborVoter):
+                voter.ensemble = ()
+        return {k: single.log_probs(questions.top(k), calibrated=False) for k in ks}
 
 
 def averaged(views: Sequence[Tensor]) -> Tensor:
@@ -85,10 +77,9 @@ def panel_of(head: NeighborHead, num_classes: int, mode: str, attention: Neighbo
     """The voters to compare with a head that has a bank: its own, its parts, the votes without parameters, and (for a head that
     has none of its own) an attention."""
     knn = head.knn
-    own = "attention" if isinstance(knn.weigh, NeighborAttention) else next(n for n in VOTES if VOTES[n] is knn.weigh)
-    device = knn.log_temperature.device
+    own, device = knn.name, knn.log_temperature.device
     options = {"ensemble": head.ensemble, "adaptive": head.adaptive_k}
-    plain = {name: NeighborVoter(VOTES[name], num_classes, **options).to(device) for name in PLAIN if name != own}  # type: ignore[arg-type]
+    plain = {name: NeighborVoter(name, VOTES[name], num_classes, **options).to(device) for name in PLAIN if name != own}  # type: ignore[arg-type]
     voters: dict[str, Voter] = {**plain, own: knn, **({"attention": attention} if attention is not None else {})}
     if isinstance(head.voter, Mixture):
         voters = {"linear": head.voter.linear, **voters, "mixture": head.voter}
@@ -105,8 +96,3 @@ def panel_beside(head: Head, name: str, asker: AttnKnnHead, mode: str) -> Panel:
     """A head without a bank, and the votes over the features of its backbone."""
     others = panel_of(asker, asker.num_classes, mode).raw
     return Panel({name: HeadVoter(head), **others}, name, mode, asker)  # type: ignore[dict-item]
-
-
-def train_attention(asker: AttnKnnHead, questions: Questions, target: Tensor, seed: int) -> None:
-    """The attention of such votes, trained on the bank's own rows, each without itself."""
-    leave_one_out(asker.knn, questions, target, LEAVE_ONE_OUT_EPOCHS, seed)

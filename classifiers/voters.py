@@ -143,6 +143,7 @@ class NeighborVoter(Voter):
 
     def __init__(
         self,
+        name: str,
         weigh: Any,
         num_classes: int,
         *,
@@ -152,7 +153,7 @@ class NeighborVoter(Voter):
         adaptive: bool = False,
     ) -> None:
         super().__init__()
-        self.weigh, self.num_classes, self.prior, self.values = weigh, num_classes, prior, values
+        self.name, self.weigh, self.num_classes, self.prior, self.values = name, weigh, num_classes, prior, values
         self.ensemble, self.adaptive = tuple(ensemble), adaptive
         # Of the vote alone. NOTE: the prior comes after it: a temperature below 1 would take away what the prior gave.
         self.log_sharpness = nn.Parameter(torch.zeros(()), requires_grad=False)

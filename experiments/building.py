@@ -67,16 +67,48 @@ def without_unused(config: Config, given: Mapping[str, Any], data: dataset.Data)
         of_head |= dict.fromkeys(("lr_projection", "lr_attention"))
     if config.freeze_backbone and config.augment:
         del of_head["views"]
+    if config.freeze_backbone:
+        off |= {"lr_backbone": None, "cutmix_alpha": 0.0, "use_compiled": False}
+    if config.head in ("knn", "attn-knn"):
+        of_head["criterion"] = None
+    if HEADS[config.head].wants_bank:
+        of_head["contrastive_temperature" if config.contrastive_form == "margin" else "contrastive_margin"] = None
     for owner, unset in ((f"{config.model} on {data.kind} rows", off), (f"--head {config.head}", of_head)):
         if named := [f"--{name}" for name in unset if name in given and given[name] != unset[name]]:
             say(f"unused by {owner}: {', '.join(named)}")
     return dataclasses.replace(config, **off, **of_head)
 
 
+DEFAULT_K = 16  # neighbors of the votes that are compared with a head without a bank
+MOST_ROWS = 100_000  # of a training split whose features are compared unasked
+
+
+def compares_votes(config: Config, data: dataset.Data) -> bool:
+    """Whether a head without a bank is compared with votes over its backbone's features."""
+    if absent := absent_classes(data):
+        say(f"votes: not compared; there is no training row of {', '.join(absent[:10])}")
+        return False
+    return len(data.train) <= MOST_ROWS if config.compare_votes is None else config.compare_votes
+
+
+def absent_classes(data: dataset.Data) -> list[str]:
+    return [data.classes[c] for c, count in enumerate(data.facts["class_counts"]) if not count]
+
+
 def check_evaluation(config: Config, data: dataset.Data, device: torch.device) -> None:
     """What would fail after training is found before it."""
     if config.tta > 1 and data.kind == "table":
         raise BadOption("tta", "needs images: the rows of a table have no views", config.tta)
+    if config.calibrate not in (None, "none") and data.val is None:
+        raise BadOption("calibrate", "needs validation rows (--val_fraction above 0)", config.calibrate)
+    if not (HEADS[config.head].wants_bank or compares_votes(config, data)):
+        for name in ("ood", "continual", "k_eval", "k_ensemble", "adaptive_k"):
+            if getattr(config, name):
+                raise BadOption(name, "needs a bank: a head over neighbors, or --compare_votes", getattr(config, name))
+    rows = min(len(data.train), config.bank_cap or len(data.train))
+    for name in ("k_train", "k_eval", "k_ensemble"):
+        if max(whole_numbers(getattr(config, name), name), default=1) > rows:
+            raise BadOption(name, f"must be at most the number of rows in the bank ({rows})", getattr(config, name))
     if config.ood:
         foreign_rows(config, data, config.ood, device)
 
@@ -85,14 +117,11 @@ def check_neighbors(config: Config, data: dataset.Data) -> None:
     """What can only fail once there is a bank is found before anything is trained."""
     if not HEADS[config.head].wants_bank:
         return
-    check_kind(config.index, config.embed_dim or 64)
-    rows = min(len(data.train), config.bank_cap or len(data.train))
-    for name in ("k_train", "k_eval", "k_ensemble"):
-        if max(whole_numbers(getattr(config, name), name), default=1) > rows:
-            raise BadOption(name, f"must be at most the number of rows in the bank ({rows})", getattr(config, name))
-    if absent := [data.classes[c] for c, count in enumerate(data.facts["class_counts"]) if not count]:
+    if absent := absent_classes(data):
         raise BadOption("head", f"{config.head} votes for classes of training rows; there is none of {', '.join(absent[:10])}")
-    if config.vote == "uniform" and not (config.contrastive_weight or config.freeze_backbone):
+    if config.bank_cap and config.bank_cap < data.num_classes:
+        raise BadOption("bank_cap", f"must be at least the number of classes ({data.num_classes})", config.bank_cap)
+    if config.head == "knn" and config.vote == "uniform" and not (config.contrastive_weight or config.freeze_backbone):
         raise BadOption("vote", "uniform teaches the backbone nothing: use --freeze_backbone or a --contrastive_weight above 0", "uniform")
 
 
@@ -170,7 +199,8 @@ def batches(config: Config, data: dataset.Data, part: str, device: torch.device)
 
 def foreign_rows(config: Config, data: dataset.Data, name: str, device: torch.device) -> Batches:
     """The test rows of another data set as this model reads images: normalized alike, at its size, gray as color."""
-    other = load_data({**dataclasses.asdict(config), "dataset": name, "label_noise": None, "imbalance": 1.0}, None)
+    values = {**dataclasses.asdict(config), "dataset": name, "label_noise": None, "imbalance": 1.0}
+    other = load_data(values, data.fitted if data.kind == "table" else None)  # columns in the units of the run
     if other.kind != data.kind or (data.kind == "table" and other.shape != data.shape):
         rule = f"must have rows like those of {data.name} ({data.kind} {data.shape}), not {other.kind} {other.shape}"
         raise BadOption("ood", rule, name)
@@ -198,6 +228,7 @@ def one_row(model: Classifier, data: dataset.Data, config: Config, device: torch
         return cost.gflops(model, x)
     with torch.no_grad():
         dim = model.head.embed(model.backbone(x)).shape[1]
+    check_kind(config.index or "auto", dim)
     rows = max(data.num_classes, 1 + max(whole_numbers([config.k_train, *ks_of(config)], "k_eval")))
     model.head.refresh(stand_in(dim, rows, data.num_classes))
     gflops = cost.gflops(model, x)
@@ -232,12 +263,21 @@ def with_published_normalization(config: Config, data: dataset.Data) -> dataset.
     fitted: dict[str, Any] = {}
     if config.pretrained != "hub" and (folder / checkpoint.INDEX).exists():
         facts = checkpoint.load(folder, "none")[1]
+        warn_of_seen_rows(config, facts["config"])
         fitted = facts["fitted"] if len(facts["shape"]) == 3 and facts["shape"][0] == data.shape[0] else {}
     elif config.model.startswith("timm/") and data.shape[0] == 3:
         from models.backbones import normalization
 
         fitted = normalization(config.model)
     return dataclasses.replace(data, fitted={**data.fitted, **fitted})
+
+
+def warn_of_seen_rows(config: Config, before: Mapping[str, Any]) -> None:
+    """NOTE: with another split, rows that the backbone was trained on would pick the epoch and set the confidence."""
+    differ = [name for name in ("seed", "val_fraction") if getattr(config, name) != before[name]]
+    if before["dataset"] == config.dataset and differ:
+        as_there = " ".join(f"--{name} {before[name]}" for name in differ)
+        say(f"pretrained: that run split the rows otherwise, so it has seen validation rows of this one; {as_there} gives its split")
 
 
 def merge(saved: dict[str, Any], given: Mapping[str, Any], free: frozenset[str], flag: str) -> Config:

@@ -19,9 +19,7 @@ from torch import Tensor
 import checkpoint
 from classifiers.calibration import opinions
 from classifiers.knn import NeighborHead
-from classifiers.neighbor_attention import NeighborAttention
 from classifiers.voters import BLOCK, HeadVoter, Mixture, NeighborVoter, Questions, Voter
-from classifiers.votes import VOTES
 from experiments import pictures
 from experiments.explain import KINDS, Picked, make, name_of, pick_image, pixels_of, read_run, row_of
 from experiments.measuring import Judge
@@ -72,8 +70,7 @@ class Voters:
         assert isinstance(uniform, NeighborVoter)
         assert isinstance(knn, NeighborVoter)
         self.own, self.uniform, self.knn, self.classes = own, uniform, knn, judge.data.classes
-        learned = isinstance(knn.weigh, NeighborAttention)
-        self.name = "attention" if learned else next(name for name in VOTES if VOTES[name] is knn.weigh)
+        self.name = knn.name
 
     @torch.no_grad()
     def predict(self, questions: Questions) -> Tensor:
@@ -151,7 +148,7 @@ def worth_a_bar(votes: Tensor, true: int | None) -> list[int]:
 
 def judge_with_bank(rebuilt: Rebuilt, named: str) -> Judge:
     """The run's panel, over the bank that it was evaluated with."""
-    if rebuilt.bank is None and not isinstance(rebuilt.model.head, NeighborHead):
+    if rebuilt.compared is None and not isinstance(rebuilt.model.head, NeighborHead):
         rule = "must hold a bank: of a head that looks at neighbors, or of a finished run whose votes were compared (--compare_votes)"
         raise BadOption("checkpoint", rule, named)
     if rebuilt.data.facts["sha256"] != rebuilt.facts["data"]["sha256"]:  # the bank knows its rows by their numbers

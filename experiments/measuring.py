@@ -15,21 +15,21 @@ from torch import Tensor
 
 from classifiers import metrics as six
 from classifiers.bank import Bank
+from classifiers.calibration import train_attention
 from classifiers.embedder import unit
 from classifiers.knn import AttnKnnHead, NeighborHead
 from classifiers.metrics import auroc, confusion_matrix, detailed
 from classifiers.neighbor_attention import NeighborAttention
-from classifiers.panel import Panel, asker_for, averaged, panel_beside, panel_of, train_attention
+from classifiers.panel import Panel, asker_for, averaged, panel_beside, panel_of
 from classifiers.voters import HeadVoter, NeighborVoter, Questions
 from config import Config
 from dataset import Data
-from experiments.building import foreign_rows, input_shape, ks_of
+from experiments.building import DEFAULT_K, compares_votes, foreign_rows, input_shape, ks_of
 from experiments.sets import Sets
 from models import cost
 from train_eval import Classifier, evaluate, features_of, packed, remember
-from utils import BadOption, git_state, say, versions
+from utils import git_state, say, versions, whole_numbers
 
-MOST_ROWS = 100_000  # of a training split whose features are compared unasked
 GROWTH = 100  # test rows that join a growing bank at once
 LEFT_OUT = 10_000  # training rows, evenly spaced, that are classified without themselves
 
@@ -55,6 +55,7 @@ class Judge:
         validation rows."""
         head, config = self.model.head, self.config
         self.mode = mode or self.mode
+        torch.manual_seed(config.seed)
         if isinstance(head, NeighborHead):
             self.asker = head
             if head.bank is None:
@@ -64,8 +65,7 @@ class Judge:
             attention = None if own else self.attention_over(head.bank, trained=stored is not None).knn
             self.panel = panel_of(head, self.data.num_classes, self.mode, attention)
         elif self.compares(stored):
-            over = self.bank_of_features() if bank is None or head.wants_bank else bank
-            asker = self.asker = self.attention_over(over, trained=stored is not None)
+            asker = self.asker = self.attention_over(bank or self.bank_of_features(), trained=stored is not None)
             self.panel = panel_beside(head, config.head, asker, self.mode)
         else:
             self.panel = Panel({config.head: HeadVoter(head)}, config.head, self.mode, None)
@@ -76,15 +76,28 @@ class Judge:
             self.panel.calibrate(self.ask(self.sets.val), self.sets.val.target, config.seed)
 
     def without_calibration(self, reason: str) -> None:
-        say(f"calibrate: not possible ({reason})")
+        if self.mode != "none":
+            say(f"calibrate: not possible ({reason})")
         self.mode = "none"
 
     def groups(self) -> dict[str, dict[str, Tensor]]:
         """What a checkpoint keeps of it: the bank and all that was fitted."""
-        return {"votes": self.panel.state_dict(), **packed(self.asker.bank if self.asker else None)[0]}
+        return {"votes": self.panel.state_dict(), **self._compared()[0]}
 
     def facts(self) -> dict[str, Any]:
-        return {"calibrated": self.mode, **packed(self.asker.bank if self.asker else None)[1]}
+        return {"calibrated": self.mode, **self._compared()[1]}
+
+    def _compared(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+        """The bank of a head that has none."""
+        return packed(self.asker.bank if self.asker and self.asker is not self.model.head else None, "compared")
+
+    def evaluation(self) -> tuple[Any, ...]:
+        """What the fitted confidence depends on."""
+        config, head = self.config, self.model.head
+        k = (config.k_train or DEFAULT_K,)
+        ks = whole_numbers(config.k_eval, "k_eval")[:1] or k
+        compared = not head.wants_bank and config.compare_votes is not False
+        return self.mode, whole_numbers(config.k_ensemble, "k_ensemble") or ks, bool(config.k_ensemble), config.adaptive_k, compared
 
     def validate(self) -> dict[str, float] | None:
         """The validation rows as the loop sees them: before calibration."""
@@ -92,10 +105,9 @@ class Judge:
         return evaluate(self.model, val, self.config.use_amp) if val is not None else None
 
     def compares(self, stored: Mapping[str, Tensor] | None) -> bool:
-        wanted = self.config.compare_votes
         if stored is not None:
-            return any("attention" in name for name in stored)
-        return len(self.data.train) <= MOST_ROWS if wanted is None else wanted
+            return any(name.startswith("raw.attention.") for name in stored)
+        return compares_votes(self.config, self.data)
 
     def bank_of_features(self) -> Bank:
         train = self.sets.train.plain()
@@ -108,11 +120,11 @@ class Judge:
         """An attention over the rows of a bank. Unless it will be read from a checkpoint, it is trained on these rows, each left out."""
         config = self.config
         options = dict(k_eval=config.k_eval, k_ensemble=config.k_ensemble, adaptive_k=config.adaptive_k)
-        torch.manual_seed(config.seed)
-        asker = asker_for(bank.dim, self.data.num_classes, k_train=min(config.k_train or 16, len(bank)), **options)
+        k = min(config.k_train or DEFAULT_K, len(bank))
+        asker = asker_for(bank.dim, self.data.num_classes, k_train=k, **options)
         asker.to(self.sets.test.device).eval().refresh(bank)
         if not trained:
-            train_attention(asker, *self.left_out(asker), config.seed)
+            train_attention(asker.knn, *self.left_out(asker), config.seed)
         return asker
 
     def ask(self, rows: Any, k: int | None = None) -> Questions:
@@ -155,16 +167,12 @@ class Judge:
             how = {"k": self.asker.k, "ensemble": list(self.asker.ensemble), "bank": len(self.asker.bank)}
             found["votes"] = {**how, **self.kept_out(voters)}
             if len(ks) > 1:
-                by_k = self.panel.by_k(plain, ks)
-                found["votes"]["by_k"] = {
-                    name: {k: six(p, target) for k, p in zip(ks, of_k, strict=True)} for name, of_k in by_k.items()
-                }
+                of_k = self.panel.by_k(plain, ks)
+                found["votes"]["by_k"] = {name: {k: six(of_k[k][name], target) for k in ks} for name in of_k[ks[0]]}
             if self.config.ood:
-                found["ood"] = self.foreign(views[0], own)
+                found["ood"] = self.foreign(views[0], variants["calibrated" if self.calibrated else "raw"][self.panel.main])
             if self.config.continual:
                 found["continual"] = {"before": scores(self.vote(views[0]), target), **self.grow(plain.features, target)}
-        elif wanted := [name for name in ("ood", "continual") if getattr(self.config, name)]:
-            raise BadOption(wanted[0], "needs a bank: a head over neighbors, or --compare_votes")
         return found
 
     def variants(self, views: list[Questions]) -> dict[str, dict[str, Tensor]]:
@@ -188,16 +196,15 @@ class Judge:
         assert self.asker.bank is not None
         static, parts = self.asker.bank, []
         growing = copy.deepcopy(static)
-        growing.cap, growing.evict = self.config.bank_cap, self.config.bank_evict or growing.evict
         try:
             for block, labels in zip(features.split(GROWTH), target.split(GROWTH), strict=True):
-                self.asker.refresh(growing)
+                self.asker.use(growing)
                 with torch.no_grad():
                     questions = self.asker.ask(block)
                 parts.append(self.vote(questions))
                 growing.add(questions.embedding, labels)
         finally:
-            self.asker.refresh(static)
+            self.asker.use(static)
         return {"after": scores(torch.cat(parts), target), "block": GROWTH, "bank": len(growing)}
 
     def kept_out(self, voters: dict[str, Any]) -> dict[str, Any]:

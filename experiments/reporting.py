@@ -31,16 +31,18 @@ def describe(config: Config, data: Data, model: nn.Module) -> str:
 
 
 def table(results: dict[str, Any], written: Path) -> str:
-    """The final table: scores of validation and test side by side, then cost."""
-    val, test = results["val"] or {}, results["test"]
+    """The final table: scores of validation and test side by side, before calibration and after, then cost."""
+    columns = {"val": results["val"] or {}, "test": results.get("test_uncalibrated") or results["test"]}
+    if results.get("test_uncalibrated"):
+        columns |= {"calibrated": results["test"]}
     percent = {"accuracy": "accuracy", "top5": "top-5", "f1_macro": "F1-macro"}
     plain = {"nll": "NLL", "ece": "ECE", "brier": "Brier"}
     sure = {f"accuracy_at_{share}": f"surest {share} %" for share in (95, 90, 80)}
 
     def cells(key: str, form: str) -> str:
-        return "".join(f"{format(scores[key], form) if key in scores else '-':>12}" for scores in (val, test))
+        return "".join(f"{format(scores[key], form) if key in scores else '-':>12}" for scores in columns.values())
 
-    lines = [f"{'epoch ' + str(results['epoch']):<16}{'val':>12}{'test':>12}"]
+    lines = [f"{'epoch ' + str(results['epoch']):<16}" + "".join(f"{name:>12}" for name in columns)]
     lines += [f"{name:<16}{cells(key, '.2%')}" for key, name in percent.items()]
     lines += [f"{name:<16}{cells(key, '.4f')}" for key, name in plain.items()]
     lines += [f"{name:<16}{cells(key, '.2%')}" for key, name in sure.items()]

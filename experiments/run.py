@@ -85,7 +85,7 @@ def resume(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
     if not (last / checkpoint.INDEX).exists():
         raise BadOption("resume", f"must be a run that holds {last.relative_to(folder)}/{checkpoint.INDEX}", str(folder))
     try:
-        _, facts = checkpoint.load(last)  # all of it: what is damaged is found before anything is done
+        tensors, facts = checkpoint.load(last)  # all of it: what is damaged is found before anything is done
     except BadOption as error:
         raise BadOption("resume", error.rule, error.value) from None
     config = merge(facts["config"], given, flags.FREE_IN_RESUME, "resume")
@@ -104,7 +104,9 @@ def resume(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
     if data.facts != facts["data"]:
         raise BadOption("resume", "needs the rows that the run was trained on, and the data set has changed since", str(folder))
     model = build(config, data, device, trained=True)
+    model.load_state_dict(tensors["model"])  # a frozen backbone is asked for its features before the loop loads the rest
     size = one_row(model, data, config, device)
+    check_evaluation(config, data, device)
     with locked(folder):
         if (folder / RESULTS).exists():  # a run without results did not finish: it goes on, so the old ones get another name
             os.replace(folder / RESULTS, folder / f"results-epoch{done}.json")
@@ -135,22 +137,19 @@ def test(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
     return results
 
 
-REFITTED = ("k_eval", "k_ensemble", "adaptive_k", "calibrate")  # with another of these, confidence is fitted anew
-
-
 def judge_of(again: Rebuilt, folder: Path) -> Judge:
     """The panel of a rebuilt run: as it was saved, or fitted anew where the evaluation differs and the validation rows are the run's."""
     config, facts = again.config, again.facts
     judge = Judge(config, again.data, again.model, sets_of(config, again.data, again.model, again.device, folder))
     same_rows = again.data.facts["sha256"] == facts["data"]["sha256"]
-    differs = [name for name in REFITTED if getattr(config, name) != facts["config"].get(name)]
-    stored = again.votes
-    if not same_rows and (stored is None or "calibrate" in differs):
+    differs = judge.evaluation() != Judge(Config(**facts["config"]), again.data, again.model, judge.sets).evaluation()
+    stored, bank = again.votes, again.compared
+    if not same_rows and (stored is None or judge.mode != facts["calibrated"]):
         judge.without_calibration("these are not the rows that the run was trained on")
         stored = None
     elif same_rows and differs:
         stored = None
-    judge.prepare(stored, again.bank, None if stored is None else facts["calibrated"])
+    judge.prepare(stored, bank, None if stored is None else facts["calibrated"])
     return judge
 
 
@@ -162,13 +161,13 @@ class Rebuilt(NamedTuple):
     model: Classifier
     device: torch.device
     facts: dict[str, Any]
-    bank: Bank | None  # also of a head without one, if votes were compared with it
+    compared: Bank | None  # of a head without one, if votes were compared with it
     votes: dict[str, torch.Tensor] | None  # what its panel of voters had fitted
 
 
 def rebuild(path: str, given: Mapping[str, Any]) -> Rebuilt:
     """The evaluated model of a run, a checkpoint folder or a file in it; `given` changes only what may change in a test."""
-    tensors, facts = checkpoint.load(checkpoint.find(path), "model", "ema", "bank", "votes")
+    tensors, facts = checkpoint.load(checkpoint.find(path), "model", "ema", "bank", "compared", "votes")
     config = merge(facts["config"], given, flags.FREE_IN_TEST, "checkpoint")
     load_plugin(config.plugin)
     device = choose_device(config.device)
@@ -180,16 +179,17 @@ def rebuild(path: str, given: Mapping[str, Any]) -> Rebuilt:
     except RuntimeError as error:  # a plugin that was edited since
         reason = " ".join(str(error).split())[:120]
         raise BadOption("checkpoint", f"does not fit the model that its configuration builds ({reason})", path) from None
-    bank = Bank.unpack(tensors["bank"], facts["bank"]) if "bank" in tensors else None
-    if bank is not None and "ema" not in tensors:  # the bank of a stopped run is of the weights that are not averaged
-        model.head.refresh(bank)
+    banks = {name: Bank.unpack(tensors[name], facts[name]) for name in ("bank", "compared") if name in tensors}
+    # NOTE: where training stopped, the bank is the one that training voted with, of earlier weights.
+    stale = "training" in facts and data.facts["sha256"] == facts["data"]["sha256"]
+    if "bank" in banks and not stale:
+        model.head.refresh(banks["bank"])
     elif model.head.wants_bank:
         say("bank: the training rows are embedded anew")
         rows = batches(config, data, "train", device)
         assert rows is not None
         remember(model, rows.plain(), config.use_amp)
-        bank = model.head.bank
-    return Rebuilt(config, data, model, device, facts, bank, tensors.get("votes"))
+    return Rebuilt(config, data, model, device, facts, banks.get("compared"), tensors.get("votes"))
 
 
 def finish(
@@ -223,13 +223,11 @@ def finish(
     best = folder / "checkpoints" / "best"
     tensors, facts = checkpoint.load(best, "model", "bank")
     model.load_state_dict(tensors["model"])
-    model.head.bank = None
-    bank = Bank.unpack(tensors["bank"], facts["bank"]) if "bank" in tensors else None
-    if bank is not None:
-        model.head.refresh(bank)
+    if "bank" in tensors:
+        model.head.refresh(Bank.unpack(tensors["bank"], facts["bank"]))
     judge = Judge(config, data, model, sets)
-    judge.prepare(None, bank)
-    checkpoint.save(best, {"model": tensors["model"], **judge.groups()}, {**facts, **judge.facts()})
+    judge.prepare(None, None)
+    checkpoint.save(best, {**tensors, **judge.groups()}, {**facts, **judge.facts()})
     results = measure(judge, size, epoch=place.best_epoch, seconds=place.seconds, val=place.best)
     table = reporting.table(results, folder)
     reporting.write_epochs(folder, table)

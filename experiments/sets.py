@@ -13,9 +13,9 @@ from torch import Tensor
 import checkpoint
 import dataset
 from batches import AnyBatches, Batches, FeatureBatches
-from config import Config
+from config import LAYER_OPTIONS, Config
 from experiments.building import batches
-from train_eval import Classifier, features_of
+from train_eval import Classifier, autocast, features_of, without_nan
 from utils import BadOption, say
 
 
@@ -74,7 +74,8 @@ class Features:
             self.model.eval()
             with torch.no_grad():
                 for batch in images.epoch(epoch):
-                    found[batch.index] = self.model.features(batch).float()
+                    with autocast(self.device, self.config.use_amp):
+                        found[batch.index] = without_nan(self.model.features(batch).float())
         checkpoint.save(folder, {"features": {"x": found}}, {"rows": len(found), "of": name})
         return found
 
@@ -83,7 +84,9 @@ class Features:
         split, config = images.split, self.config
         rows = "\n".join(stamp(path) for path in split.x) if images.files else np.ascontiguousarray(split.x)
         random = config.noise > 0 or view > 0 or images.augment
-        reading = (config.model, images.size, config.noise, config.use_amp, images.train, images.augment, view, config.seed * random)
+        layers = [getattr(config, name) for name in ("layer", "num_heads", "patch_size", *LAYER_OPTIONS)]  # weights don't tell them
+        reading = (config.model, *layers, images.size, config.noise, config.use_amp, images.train, images.augment, self.data.flip, view)
+        reading += (config.seed * random,)
         fitted = sorted(self.data.fitted.items())
         return digest_of(self.weights, rows, repr(reading), repr(fitted), repr(split.x.shape))[:16]
 

@@ -13,6 +13,7 @@ import torch
 import checkpoint
 from classifiers import HEADS, AttnKnnHead
 from config import Action
+from experiments.building import complete, foreign_rows, load_data
 from experiments.run import rebuild, run
 from tests.test_run import TINY, assert_same
 from train_eval import Diverged, Stopped
@@ -64,6 +65,16 @@ def test_a_run_that_stopped_is_the_run_that_did_not(options: dict[str, Any], tmp
     assert_same(tmp_path / "whole", tmp_path / "parts")
 
 
+def test_a_frozen_run_resumes_on_the_features_that_it_began_with(plain: Path, tmp_path: Path) -> None:
+    """Its backbone comes from another run: built anew without those weights, it would give other features."""
+    given = {**SMALL, "freeze_backbone": True, "views": 1, "pretrained": str(plain)}
+    run({**given, "output_dir": str(tmp_path / "whole")}, Action())
+    with pytest.raises(Stopped):
+        run({**given, "output_dir": str(tmp_path / "parts")}, Action(stop_after=1))
+    run({}, Action(resume=str(tmp_path / "parts")))
+    assert_same(tmp_path / "whole", tmp_path / "parts")
+
+
 @pytest.mark.parametrize(("every", "banks"), [(0.5, 6), (1.0, 3), (1.5, 2), (2.0, 2), (9.0, 1)])
 def test_training_sees_a_new_bank_every_so_often(every: float, banks: int, tmp_path: Path) -> None:
     Counting.kept = []
@@ -99,6 +110,13 @@ def test_features_are_computed_once(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert said.count("through the frozen backbone") == 1
     assert "features: computed anew" in said
     assert third["test"] == first["test"]
+
+
+def test_layers_with_the_same_weights_have_features_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = {**SMALL, "freeze_backbone": True, "augment": False, "num_epochs": 1, "feature_cache": str(tmp_path / "cache")}
+    for layer in ("Attention", "KvtAttention(K=1)"):
+        run({**given, "layer": layer, "output_dir": str(tmp_path / layer[:3])}, Action())
+        assert capsys.readouterr().err.count("through the frozen backbone") == 3
 
 
 def test_frozen_equals_a_learning_rate_of_zero(tmp_path: Path) -> None:
@@ -227,6 +245,8 @@ def test_a_bank_that_grows_while_it_is_used(evict: str, finished: tuple[Path, di
     found = run({**SMALL, **given}, Action())["continual"]
     assert found["after"]["accuracy"] > found["before"]["accuracy"] + 0.3  # chance, and half of the rows known
     assert found["bank"] == 27 + 240
+    order = np.argsort(y, kind="stable")  # as folders are: for a while only one class is new
+    np.savez(tmp_path / "twice.npz", x_train=data[:30], y_train=np.arange(30) % 3, x_test=x[order], y_test=y[order])
     capped = run({**SMALL, **given, "bank_cap": 27}, Action(overwrite=True))["continual"]
     assert capped["bank"] == 27
 
@@ -236,6 +256,42 @@ def test_rows_of_another_set_are_tested_with_the_calibration_of_the_run(finished
     results = run(other, Action(test_only=True, checkpoint=str(finished[0])))
     assert sum(map(sum, results["confusion"])) == 17
     assert "calibrated" in results["votes"]["voters"]["attention"]
+
+
+def test_votes_are_compared_when_asked_for_later(tmp_path: Path) -> None:
+    run({**TINY, "num_epochs": 1, "compare_votes": False, "output_dir": str(tmp_path / "run")}, Action())
+    assert "votes" not in json.loads((tmp_path / "run" / "results.json").read_text())
+    test_only = Action(test_only=True, checkpoint=str(tmp_path / "run"))
+    assert "votes" not in run({}, test_only)
+    assert list(run({"compare_votes": True}, test_only)["votes"]["voters"]) == ["linear", "uniform", "distance", "attention"]
+
+
+def test_what_is_said_again_changes_nothing(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    given = {"calibrate": "head", "k_eval": "5", "output_dir": str(tmp_path)}
+    again = run(given, Action(test_only=True, checkpoint=str(finished[0])))
+    assert again["test"] == finished[1]["test"]
+    assert again["votes"]["voters"] == finished[1]["votes"]["voters"]
+
+
+def test_a_linear_head_whose_training_rows_lack_a_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    x = np.random.default_rng(0).integers(0, 256, (40, 8, 8), np.uint8)
+    np.savez(tmp_path / "d.npz", x_train=x, y_train=np.arange(40) % 2, x_test=x[:9], y_test=np.arange(9) % 3)
+    results = run({**TINY, "num_epochs": 1, "dataset": f"npz:{tmp_path / 'd.npz'}", "output_dir": str(tmp_path / "run")}, Action())
+    assert "votes" not in results
+    assert "votes: not compared; there is no training row of 2" in capsys.readouterr().err
+
+
+def test_foreign_tables_keep_their_units(tmp_path: Path) -> None:
+    """Rows that are five times as large and far away: in the run's units they are so too, in their own they would not be."""
+    x, y = np.random.default_rng(0).normal(size=(50, 5)), np.arange(50) % 2
+    for name, rows in (("home", x), ("far", 5 * x + 100)):
+        np.savez(tmp_path / f"{name}.npz", x_train=rows[:40], y_train=y[:40], x_test=rows[40:], y_test=y[40:])
+    given = {"dataset": f"npz:{tmp_path / 'home.npz'}"}
+    data = load_data(given)
+    config = complete(given, data)
+    found = foreign_rows(config, data, f"npz:{tmp_path / 'far.npz'}", torch.device("cpu")).split.x
+    mean, std = np.array(data.fitted["mean"]), np.array(data.fitted["std"])
+    np.testing.assert_allclose(found, (5 * x[40:] + 100 - mean) / std, rtol=1e-5)
 
 
 # ---------------------------------------------------------------- refused
@@ -254,6 +310,13 @@ def test_rows_of_another_set_are_tested_with_the_calibration_of_the_run(finished
         ({"index": "flatt"}, "index must be one of"),
         ({"ood": "npz:nowhere.npz"}, "nowhere.npz"),
         ({"tta": 2, "dataset": "iris", "augment": False}, "tta needs images"),
+        ({"head": "linear", "k_eval": "500"}, "k_eval must be at most the number of rows in the bank"),
+        ({"head": "linear", "k_eval": "a,b"}, "k_eval must be whole numbers"),
+        ({"head": "linear", "compare_votes": False, "continual": True}, "continual needs a bank"),
+        ({"calibrate": "head", "val_fraction": 0.0}, "calibrate needs validation rows"),
+        ({"contrastive_margin": 1.5}, "contrastive_margin must be between -1 and 1"),
+        ({"bank_cap": 2, "k_train": 1}, "bank_cap must be at least the number of classes \\(3\\), got 2"),
+        ({"index": "IVF16,PQ128"}, "index must be one of"),
         ({"model": "identity"}, "model must be one for images"),
     ],
 )

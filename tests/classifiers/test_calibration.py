@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from classifiers import Bank
-from classifiers.calibration import MODES, calibrate, chosen, opinions
+from classifiers.calibration import MODES, calibrate, chosen, opinions, train_attention
 from classifiers.knn import AttnKnnHead, KnnHead, LinearAttnKnnHead
-from classifiers.panel import asker_for, averaged, panel_beside, panel_of, train_attention
+from classifiers.panel import asker_for, averaged, panel_beside, panel_of
 from classifiers.voters import NOBODY, HeadVoter, Query, Questions
 from tests.classifiers.test_knn import bank_of
 from utils import BadOption
@@ -71,11 +71,17 @@ def test_a_temperature_is_found_again(temperature: float) -> None:
     assert fitted.log_temperature.exp().item() == pytest.approx(temperature, rel=0.05)
 
 
-def test_a_few_rows_move_it_little() -> None:
-    """Four rows, all right: maximum likelihood would be certain of everything."""
-    features, target = torch.eye(C)[[0, 1, 2, 0]] * 2, torch.tensor([0, 1, 2, 0])
-    fitted = calibrate(HeadVoter(Fixed()), alone(features), target, "head")
-    assert 0.2 < fitted.log_temperature.exp().item() < 1
+def test_a_few_rows_leave_doubt(asked: tuple[Any, Questions, Tensor]) -> None:
+    """Rows whose votes are all right: maximum likelihood would be certain of everything, Laplace's rule is not."""
+    head, questions, _ = asked
+    votes: Any = panel_of(head, C, "none").raw["uniform"]
+    with torch.no_grad():
+        sure = opinions(votes, questions)
+    some = (sure.amax(1) == 1).nonzero()[:20, 0]
+    panel = panel_of(head, C, "head")
+    panel.calibrate(questions.subset(some), sure.argmax(1)[some], seed=0)
+    doubt = 1 - panel.log_probs(questions.subset(some), calibrated=True)["uniform"].exp().amax(1)
+    assert doubt.min() > 1e-3
 
 
 # ---------------------------------------------------------------- votes
@@ -183,8 +189,8 @@ def test_views_are_averaged_as_probabilities(asked: tuple[Any, Questions, Tensor
 
 def test_every_k_from_one_search(asked: tuple[Any, Questions, Tensor]) -> None:
     head, questions, _ = asked
-    found = panel_of(head, C, "none").by_k(questions, [1, 3, K])["uniform"]
-    for k, log_probs in zip((1, 3, K), found, strict=True):
+    found = panel_of(head, C, "none").by_k(questions, [1, 3, K])
+    for k, log_probs in ((k, found[k]["uniform"]) for k in (1, 3, K)):
         single = KnnHead(D, C, vote="uniform", k_train=k, embed_dim=0).eval()
         voter: Any = single.voter
         voter.prior = None
@@ -197,7 +203,7 @@ def test_panel_beside_a_head_without_a_bank(asked: tuple[Any, Questions, Tensor]
     asker = asker_for(D, C, k_train=K).eval()
     asker.refresh(bank_of(head))
     start = copy.deepcopy(asker.knn.state_dict())
-    train_attention(asker, asker.without_themselves(bank_of(head).ids), bank_of(head).labels, seed=0)
+    train_attention(asker.knn, asker.without_themselves(bank_of(head).ids), bank_of(head).labels, seed=0)
     assert any(not torch.equal(start[k], v) for k, v in asker.knn.state_dict().items())
     linear = nn.Linear(D, C)
     plain = nn.Sequential(linear, nn.LogSoftmax(1))

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from classifiers import HEADS, Bank
+from classifiers.class_means import ClassMeans
 from classifiers.knn import AttnKnnHead, KnnHead, LinearAttnKnnHead, LinearKnnHead, NeighborHead
 from classifiers.voters import Mixture
 from classifiers.votes import log_probabilities
@@ -114,13 +115,34 @@ def test_inner_product_bank_votes_alike() -> None:
         torch.testing.assert_close(inner(features), flat(features), atol=2e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("columns", [1, 2])
+def test_class_means_leave_the_row_out_too(columns: int) -> None:
+    rows, labels = unit_rows(N, D), torch.arange(N) % C
+    labels[labels == C - 1] = 0
+    labels[7] = C - 1  # the only one of its class
+    bank = Bank(D)
+    bank.add(rows, labels)
+    exclude = torch.stack([torch.arange(N), (torch.arange(N) + C) % N], 1)[:, :columns]
+    exclude = exclude[:, 0] if columns == 1 else exclude
+    found = ClassMeans(bank, C).cosine(rows, exclude)
+    for i in range(N):
+        stays = torch.ones(N, dtype=torch.bool)
+        stays[exclude[i]] = False
+        for c in range(C):
+            of_class = rows[stays & (labels == c)]
+            expected = F.cosine_similarity(rows[i], of_class.mean(0), dim=0).item() if len(of_class) else 0.0
+            assert found[i, c].item() == pytest.approx(expected, abs=2e-5)
+    assert found[7, C - 1] == 0
+
+
 # ---------------------------------------------------------------- what is trained
 
 
-@pytest.mark.parametrize("name", NEIGHBOR_HEADS)
+@pytest.mark.parametrize("name", [*NEIGHBOR_HEADS, "knn by distance"])
 @pytest.mark.parametrize("soft", [False, True])
 def test_gradients_reach_backbone_projection_and_attention(name: str, soft: bool) -> None:
-    backbone, head = nn.Linear(11, F_), make(name, entropy_reg=0.1) if "attn" in name else make(name)
+    options: dict[str, Any] = {"entropy_reg": 0.1} if "attn" in name else {"vote": "distance"} if "distance" in name else {}
+    backbone, head = nn.Linear(11, F_), make(name.partition(" ")[0], **options)
     target = torch.arange(B) % C
     index = torch.stack((torch.arange(B), torch.arange(B).flip(0)), 1) if soft else torch.arange(B)
     goal = 0.7 * F.one_hot(target, C).float() + 0.3 * F.one_hot(target.flip(0), C) if soft else target
@@ -161,7 +183,7 @@ def test_parts_have_learning_rates_of_their_own() -> None:
     parts = {name: head.part_of(name) for name, _ in head.named_parameters()}
     assert set(parts.values()) == {"head", "projection", "attention"}
     assert parts["voter.linear.head.fc.weight"] == "head"
-    assert parts["embedder.net.0.weight" if "embedder.net.0.weight" in parts else next(n for n in parts if "embedder" in n)] == "projection"
+    assert parts["embedder.project.0.weight"] == "projection"
     assert parts["voter.knn.weigh.q_proj.weight"] == "attention"
 
 

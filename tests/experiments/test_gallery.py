@@ -92,6 +92,11 @@ def class_cosines(again: Rebuilt) -> Tensor:
     return torch.nn.functional.cosine_similarity(test[:, None], means[None], dim=2)
 
 
+def sharpened(voter: NeighborVoter, vote: Tensor) -> Tensor:
+    power = vote.clamp_min(1e-20) ** voter.log_sharpness.exp()
+    return power / power.sum(1, keepdim=True)
+
+
 def check_neighbors(case: dict[str, Any], i: int, again: Rebuilt, found: tuple[Tensor, ...]) -> None:
     index, label, distance, weight, vote = (part[i] for part in found)
     names, near = again.data.classes, case["neighbors"]
@@ -139,7 +144,7 @@ def test_attention(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for case in record["mistakes"]:
         check_neighbors(case, case["row"], again, found)
     with torch.no_grad():
-        prior = voter.prior(found[4], found[2].float(), means=class_cosines(again))
+        prior = voter.prior(sharpened(voter, found[4]), found[2].float(), means=class_cosines(again))
         probs = (prior.log() / voter.log_temperature.exp()).softmax(1)
     check_mistakes(record, again, probs, 3)
     assert (record["k"], record["shown"], record["calibrated"], record["bank"]) == (7, 4, True, len(again.data.train))
@@ -165,7 +170,7 @@ def test_a_mixture(runs: Path) -> None:
         rows = features(again, "test")
         linear = (again.model.head.linear(rows) / mixture.linear.log_temperature.exp()).softmax(1)  # type: ignore[operator]
         assert mixture.knn.prior is not None
-        prior = mixture.knn.prior(found[4], found[2].float(), means=class_cosines(again))
+        prior = mixture.knn.prior(sharpened(mixture.knn, found[4]), found[2].float(), means=class_cosines(again))
         knn = (prior.log() / mixture.knn.log_temperature.exp()).softmax(1)
         mixed = mixture.share * knn + (1 - mixture.share) * linear
         probs = (mixed.log() / mixture.log_temperature.exp()).softmax(1)

@@ -39,7 +39,8 @@ def calibrate(voter: Voter, questions: Questions, target: Tensor, mode: str, see
     if mode == "none" or not len(questions):
         return fitted
     if mode == "temperature" or isinstance(voter, HeadVoter):  # of a head alone there is nothing else to fit
-        return fit_confidence(fitted, opinions(fitted, questions), questions, target, [fitted.log_temperature])
+        # NOTE: held to 1 a little. Where a few rows are all right, the most likely temperature is 0, and one error costs everything.
+        return fit_confidence(fitted, opinions(fitted, questions), questions, target, [fitted.log_temperature], spread=SPREADS[-1])
     fitted.fitted_to(len(questions))
     epochs, spread = chosen(fitted, questions, target, seed)
     starts = [p.detach().clone() for p in fitted.confidence()]

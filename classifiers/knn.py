@@ -145,6 +145,8 @@ class NeighborHead(Head):
 
     def forward(self, features: Tensor) -> Tensor:
         embedding = self.embed(features)
+        if not embedding.isfinite().all():
+            return embedding.new_full((len(features), self.num_classes), math.nan)
         log_probs: Tensor = self.voter(self.query(features, embedding, self.neighbors(embedding, self.k)))
         return log_probs
 

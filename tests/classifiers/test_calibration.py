@@ -71,6 +71,13 @@ def test_a_temperature_is_found_again(temperature: float) -> None:
     assert fitted.log_temperature.exp().item() == pytest.approx(temperature, rel=0.05)
 
 
+@pytest.mark.parametrize("mode", ["head", "temperature"])
+def test_a_few_rows_that_are_all_right_leave_a_temperature(mode: str) -> None:
+    features, target = torch.eye(C)[[0, 1, 2, 0]] * 2, torch.tensor([0, 1, 2, 0])
+    fitted = calibrate(HeadVoter(Fixed()), alone(features), target, mode)
+    assert 0.2 < fitted.log_temperature.exp().item() < 1
+
+
 def test_a_few_rows_leave_doubt(asked: tuple[Any, Questions, Tensor]) -> None:
     """Rows whose votes are all right: maximum likelihood would be certain of everything, Laplace's rule is not."""
     head, questions, _ = asked

@@ -198,6 +198,7 @@ def test_not_a_number_is_the_loops_business() -> None:
     head = make("attn-knn")
     features = torch.full((B, F_), math.nan)
     assert head.loss(features, torch.arange(B) % C, torch.arange(B))["knn_nll"].isnan()
+    assert head.eval()(features).isnan().all()
 
 
 # ---------------------------------------------------------------- mixtures, ensembles, values

@@ -50,7 +50,7 @@ EVAL, SYSTEM, OUTPUT = "Evaluation", "System", "Output"
 class Config:
     """One run. What a value must satisfy stands beside it; what it must satisfy together with others is checked where it is used."""
 
-    model: str = flag(None, MODEL, "vit, mlp (tables), or timm/NAME for any timm model", preset=True)
+    model: str = flag(None, MODEL, "vit, mlp (tables), identity (ready-made features), or timm/NAME for any timm model", preset=True)
     layer: str = flag("Attention", MODEL, 'NAME, "NAME(option=value)", or a pattern over depth "A*6,B(K=9)*6"')
     head: str = flag("linear", MODEL, "classifier on the features: linear, knn, attn-knn, linear+knn, linear+attn-knn")
     patch_size: int = flag(None, MODEL, "side of a patch in pixels", rule=at_least(1), preset=True)

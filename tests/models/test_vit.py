@@ -138,7 +138,7 @@ def test_tables_and_images_are_not_mixed_up():
         build(ModelSpec(**{**SMALL, "shape": (13,)}))
     with pytest.raises(BadOption, match=r"^model must be one for images \(vit, timm/NAME\) with this data set, got 'mlp'$"):
         build(ModelSpec(**{**SMALL, "name": "mlp"}))
-    with pytest.raises(BadOption, match=r"^model must be one of vit, mlp \(did you mean 'vit'\?\), got 'vitt'$"):
+    with pytest.raises(BadOption, match=r"^model must be one of vit, mlp, identity \(did you mean 'vit'\?\), got 'vitt'$"):
         build(ModelSpec(**{**SMALL, "name": "vitt"}))
 
 

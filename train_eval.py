@@ -135,7 +135,8 @@ def evaluate(model: Classifier, batches: AnyBatches, use_amp: bool = False) -> d
     rows, targets = [], []
     for batch in batches.epoch():
         with autocast(batches.device, use_amp):
-            rows.append(model.head(model.features(batch)).float().cpu())
+            features = model.features(batch)
+        rows.append(model.head(features.float()).float().cpu())
         targets.append(batch.target.cpu())
     return metrics(without_nan(torch.cat(rows)), torch.cat(targets))
 
@@ -171,12 +172,16 @@ def remember(model: Classifier, rows: AnyBatches, use_amp: bool = False) -> None
         with autocast(rows.device, use_amp):
             features = model.features(batch)
         parts.append(without_nan(model.head.embed(features.float())).float().cpu())
-    embeddings, ids = torch.cat(parts), torch.arange(len(rows.target))
+    embeddings = torch.cat(parts)
     bank = Bank(embeddings.shape[1], **model.head.bank_options)
-    if bank.cap is not None:  # who comes last stays: that must not depend on the order of a file
-        ids = torch.from_numpy(np.random.default_rng(mix(rows.seed, BANK)).permutation(len(ids)))
+    ids = torch.arange(len(embeddings)) if bank.cap is None else order_in_bank(len(embeddings), rows.seed)
     bank.add(embeddings[ids], rows.target.cpu()[ids], ids)
     model.head.refresh(bank)
+
+
+def order_in_bank(rows: int, seed: int) -> Tensor:
+    """Of a bank with a cap, where who comes last stays: that must not depend on the order of a file."""
+    return torch.from_numpy(np.random.default_rng(mix(seed, BANK)).permutation(rows))
 
 
 class Memory:

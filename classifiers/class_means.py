@@ -23,7 +23,10 @@ class ClassMeans:
         dots = embedding @ sums.T  # (B, C)
         squares = sums.square().sum(1).expand_as(dots).clone()
         if exclude is not None:
-            rows, label, mask = self.bank.take(exclude[:, None] if exclude.ndim == 1 else exclude)  # (B, M, D), (B, M)
+            exclude = exclude[:, None] if exclude.ndim == 1 else exclude
+            rows, label, mask = self.bank.take(exclude)  # (B, M, D), (B, M)
+            again = (exclude[:, :, None] == exclude[:, None]).tril(-1).any(2)  # a row mixed with itself is left out once
+            mask = mask & ~again.to(mask.device)
             rows = rows.masked_fill(~mask[..., None], 0)
             dots.scatter_add_(1, label, -(rows @ embedding[:, :, None])[..., 0])
             # |S - a - b|^2 = |S|^2 - 2 S.(a + b) + |a + b|^2, for the rows of one class

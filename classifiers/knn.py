@@ -92,7 +92,9 @@ class NeighborHead(Head):
     # ------------------------------------------------ neighbors
 
     def embed(self, features: Tensor) -> Tensor:
-        embedding: Tensor = self.embedder(features)
+        # NOTE: in float32 also under autocast: what rounding moves would be farther from its own row in the bank than others are.
+        with torch.autocast(features.device.type, enabled=False):
+            embedding: Tensor = self.embedder(features.float())
         return embedding
 
     def refresh(self, bank: Bank) -> None:
@@ -169,7 +171,7 @@ class NeighborHead(Head):
         terms = {"knn_nll": nll(vote, target, self.label_smoothing)}
         if self.contrastive_weight:
             form = contrastive_margin if self.contrastive_form == "margin" else supervised_contrastive
-            terms["contrastive"] = self.contrastive_weight * form(query.embedding, target, **self.contrastive)
+            terms["contrastive"] = self.contrastive_weight * form(query.embedding, target, index, **self.contrastive)
         return terms | self.more_terms(weights, query, target, index)
 
     def more_terms(self, weights: Tensor, query: Query, target: Tensor, index: Tensor) -> dict[str, Tensor]:

@@ -26,15 +26,23 @@ def nll(log_probs: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tens
 # ---------------------------------------------------------------- pairs within the batch
 
 
-def _pairs(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cosine of each two rows, and how much the two are a positive and a negative pair, each (B, B); a row with itself is neither."""
+def _pairs(z: Tensor, target: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Cosine of each two rows, and how much the two are a positive and a negative pair, each (B, B); a row with itself is neither.
+
+    index: row numbers (B,), or (B, 2) of mixed rows. NOTE: two mixtures of the same rows differ in little but their labels, and
+    would be the hardest negatives of the batch; a row is not its own negative, nor its own positive.
+    """
     z = full(z)
     with torch.autocast(z.device.type, enabled=False):
         cosine = z @ z.T
         soft = target.to(z.dtype)
         # clamped: targets that sum to 1.0000001 would make a negative pair of weight below 0, whose logarithm is NaN
         same = (target[:, None] == target).to(z.dtype) if target.ndim == 1 else (soft @ soft.T).clamp(0, 1)
-    other = 1 - torch.eye(len(z), dtype=z.dtype, device=z.device)
+    itself = torch.eye(len(z), dtype=torch.bool, device=z.device)
+    if index is not None:
+        index = index.to(z.device).reshape(len(z), -1)
+        itself = itself | (index[:, None, :, None] == index[None, :, None]).any(3).any(2)
+    other = (~itself).to(z.dtype)
     return cosine, same * other, (1 - same) * other
 
 
@@ -53,15 +61,18 @@ def _weigh_hard(cosine: Tensor, negative: Tensor, beta: float) -> Tensor:
     return logits.softmax(1) * negative.sum(1, keepdim=True)
 
 
-def supervised_contrastive(z: Tensor, target: Tensor, *, temperature: float = 0.1, hard_negatives: float = 0.0) -> Tensor:
+def supervised_contrastive(
+    z: Tensor, target: Tensor, index: Tensor | None = None, *, temperature: float = 0.1, hard_negatives: float = 0.0
+) -> Tensor:
     """SupCon of unit vectors z (B, D) within the batch, mean over the positives outside of the logarithm (arXiv 2004.11362).
 
-    Two rows of soft targets are a positive pair by the dot product of these and a negative one by the rest. hard_negatives is
-    the concentration beta on negatives that are near (arXiv 2010.04592). Mean over the rows that have a positive; 0 if none has.
+    Two rows of soft targets are a positive pair by the dot product of these and a negative one by the rest; rows that share a
+    number of `index` are no pair. hard_negatives is the concentration beta on negatives that are near (arXiv 2010.04592). Mean
+    over the rows that have a positive; 0 if none has.
     """
     if not temperature > 0:
         raise BadOption("temperature", "must be above 0", temperature)
-    cosine, positive, negative = _pairs(z, target)
+    cosine, positive, negative = _pairs(z, target, index)
     weight = positive + _weigh_hard(cosine, negative, hard_negatives)
     logits = cosine / temperature
     # NOTE: not -inf: a batch of one is a row of nothing else, and NaN on the way back.
@@ -72,7 +83,9 @@ def supervised_contrastive(z: Tensor, target: Tensor, *, temperature: float = 0.
     return torch.where(has, rows, 0).sum() / has.sum().clamp_min(1)
 
 
-def contrastive_margin(z: Tensor, target: Tensor, *, margin: float = 0.5, hard_negatives: float = 0.0) -> Tensor:
+def contrastive_margin(
+    z: Tensor, target: Tensor, index: Tensor | None = None, *, margin: float = 0.5, hard_negatives: float = 0.0
+) -> Tensor:
     """Mean of 1 - cosine over the positive pairs plus mean of relu(cosine - margin) over the negative ones (CosineEmbeddingLoss).
 
     Two means: with many classes nearly all pairs are negative, and one mean would be theirs alone. Soft targets and
@@ -80,7 +93,7 @@ def contrastive_margin(z: Tensor, target: Tensor, *, margin: float = 0.5, hard_n
     """
     if not -1 <= margin <= 1:
         raise BadOption("margin", "is a cosine, from -1 to 1", margin)
-    cosine, positive, negative = _pairs(z, target)
+    cosine, positive, negative = _pairs(z, target, index)
     weight = _weigh_hard(cosine, negative, hard_negatives)
     least = torch.finfo(cosine.dtype).tiny
     pull = (positive * (1 - cosine)).sum() / positive.sum().clamp_min(least)

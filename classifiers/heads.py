@@ -22,6 +22,7 @@ class Head(nn.Module):
     """
 
     wants_bank = False
+    learned = False  # whether it has an attention over neighbors that training teaches
     bank: Bank | None = None
     bank_options: Mapping[str, Any] = {}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from utils import BadOption, nearest
+from utils import BadOption, nearest, say
 
 KINDS = ("auto", "flat", "ip", "hnsw", "ivf", "ivfpq")
 MISSING = -1  # index of a neighbor that does not exist
 AUTO_FLAT_ROWS, AUTO_HNSW_ROWS = 100_000, 1_000_000  # auto is flat below the first, HNSW up to the second, then IVF
 SMALLEST_INDEX = 256  # rows, below which the named approximate kinds look at every row
+ENOUGH = 39  # rows for a centroid: FAISS warns below that
 BLOCK = 1 << 18  # numbers in a temporary of the ranking: they stay in the cache
 ROUNDING = 2.0**-24  # of float32
 
@@ -152,7 +154,7 @@ def recipe(kind: str, rows: int, dim: int) -> str:
         kind = "flat" if rows < AUTO_FLAT_ROWS else "hnsw" if rows <= AUTO_HNSW_ROWS else "ivf"
     if kind in ("flat", "ip") or (kind in KINDS and rows < SMALLEST_INDEX):
         return ""
-    lists = max(1, min(int(4 * math.sqrt(rows)), rows // 39))  # 39 rows a centroid: FAISS warns below that
+    lists = max(1, min(int(4 * math.sqrt(rows)), rows // ENOUGH))
     if kind == "hnsw":
         return "HNSW32"
     if kind == "ivf":
@@ -160,7 +162,7 @@ def recipe(kind: str, rows: int, dim: int) -> str:
     if kind == "ivfpq":
         parts = max(1, dim // 4) if dim >= 4 else dim
         rotation = f"PCAR{4 * parts}," if dim >= 4 and dim % 4 else ""  # PQ wants a dimension that its parts divide
-        return f"{rotation}IVF{lists},PQ{parts}x{min(8, int(math.log2(rows // 39)))}"
+        return f"{rotation}IVF{lists},PQ{parts}x{min(8, int(math.log2(rows // ENOUGH)))}"
     return kind
 
 
@@ -217,6 +219,7 @@ class Proposer:
         if index is None:
             try:
                 self.index = faiss.index_factory(base.shape[1], text)
+                self.quiet = without_warnings(self.index)
                 self.index.train(base.numpy())
                 self.add(base, torch.arange(len(base)))
             except RuntimeError as error:
@@ -246,14 +249,73 @@ class Proposer:
 
 
 def _reason(error: Exception) -> str:
-    return str(error).strip().splitlines()[-1].split("Error: ")[-1].strip()[:120]
+    """What FAISS says, without the C++ function, file and condition that it says first."""
+    text = str(error).strip().splitlines()[-1]
+    text = re.sub(r"^Error in .*? at \S+:\d+: ", "", text)
+    return re.sub(r"^Error: '.*?' failed: ?", "", text).strip().removeprefix("Error: ")[:120] or "no reason"
 
 
-def check_kind(kind: str, dim: int) -> None:
+# ---------------------------------------------------------------- what an index learns
+
+
+def learned(index: Any) -> Iterator[tuple[Any, int, str]]:
+    """What k-means finds in an index, and in those inside of it: its settings, how many centroids, and what these are.
+
+    NOTE: parts belong to the index that they are parts of. One whose owner is gone crashes.
+    """
+    faiss = load_faiss()
+    index = faiss.downcast_index(index) if isinstance(index, faiss.Index) else index
+    for at in range(index.chain.size()) if hasattr(index, "chain") else ():
+        step = faiss.downcast_VectorTransform(index.chain.at(at))
+        if isinstance(step, faiss.OPQMatrix) and step.pq is not None:
+            yield step.pq.cp, 1 << step.pq.nbits, "values of a code"
+    if hasattr(index, "nlist") and ord(index.quantizer_trains_alone) != 1:
+        yield index.cp, index.nlist, "lists"
+    elif hasattr(index, "nlist"):
+        yield from learned(index.quantizer)
+    if hasattr(index, "pq"):
+        yield index.pq.cp, 1 << index.pq.nbits, "values of a code"
+    if hasattr(index, "rq"):
+        yield index.rq.cp, 1 << int(max(faiss.vector_to_array(index.rq.nbits))), "values of a code"
+    for name in ("index", "base_index", "storage", "q1"):
+        if getattr(index, name, None) is not None:
+            yield from learned(getattr(index, name))
+
+
+def without_warnings(index: Any) -> list[Any]:
+    """FAISS would print a line for each k-means over few rows, thousands of them; check_kind says it once.
+
+    Returns what the index now points to, and does not keep alive.
+    """
+    faiss = load_faiss()
+    outer, made = faiss.downcast_index(index), []
+    for at in range(outer.chain.size()) if hasattr(outer, "chain") else ():
+        step = faiss.downcast_VectorTransform(outer.chain.at(at))
+        if isinstance(step, faiss.OPQMatrix) and step.pq is None:  # it would make one of its own, out of reach
+            made.append(faiss.ProductQuantizer(step.d_out, step.M, 8))
+            step.pq = made[-1]
+    for settings, _, _ in learned(index):
+        settings.min_points_per_centroid = 1
+    return made
+
+
+def check_kind(kind: str, dim: int, rows: int | None = None) -> None:
+    """Whether it can be built; with `rows`, over so many."""
     if kind in KINDS:
         return
+    rule = f"must be one of {', '.join(KINDS)} or a FAISS factory string"
+    if not kind.strip():
+        raise BadOption("index", rule, kind)
     try:
-        load_faiss().index_factory(dim, kind)
+        index = load_faiss().index_factory(dim, kind)
     except RuntimeError as error:
-        rule = f"must be one of {', '.join(KINDS)} or a FAISS factory string{nearest(kind, KINDS)}; FAISS says: {_reason(error)}"
-        raise BadOption("index", rule, kind) from None
+        raise BadOption("index", f"{rule}{nearest(kind, KINDS)}; FAISS says: {_reason(error)}", kind) from None
+    if rows is None:
+        return
+    made = without_warnings(index)
+    most, what = max(((count, what) for _, count, what in learned(index)), default=(1, ""))
+    del made
+    if most > rows:
+        raise BadOption("index", f"must have at most as many {what} as the bank has rows ({rows}), not {most}", kind)
+    if most > 1 and most * ENOUGH > rows:
+        say(f"index: {kind} learns {most} {what} from {rows:,} rows (fewer than {ENOUGH} for each: it may miss neighbors)")

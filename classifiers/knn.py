@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -18,8 +19,8 @@ from classifiers.losses import collapse, contrastive_margin, nll, supervised_con
 from classifiers.neighbor_attention import NeighborAttention
 from classifiers.values import TabrValues
 from classifiers.voters import BLOCK, HeadVoter, Mixture, NeighborVoter, Query, Questions, Voter
-from classifiers.votes import VOTES, Prior
-from utils import BadOption, one_of, whole_numbers
+from classifiers.votes import VOTES, Prior, Vote
+from utils import BadOption, check_options, one_of, parse_call, whole_numbers
 
 
 class NeighborHead(Head):
@@ -29,7 +30,6 @@ class NeighborHead(Head):
     """
 
     wants_bank = True
-    learned = False  # whether the vote has parameters of its own that are worth training
 
     def __init__(
         self,
@@ -178,7 +178,17 @@ class NeighborHead(Head):
         return {}
 
     def part_of(self, name: str) -> str:
-        return "projection" if name.startswith("embedder.") else "head" if ".linear." in f".{name}" else "attention"
+        if name.startswith("embedder."):
+            return "projection"
+        return "head" if {"linear", "prior"} & set(name.split(".")) else "attention"
+
+
+def vote_of(text: str) -> tuple[str, Vote]:
+    """A vote's name, and what it is, from the name or a call: "softmax-cosine(temperature=0.1)"."""
+    call = parse_call(text, "vote")
+    weigh = VOTES[call.name]
+    check_options(call.name, weigh, call.options)
+    return call.name, functools.partial(weigh, **call.options) if call.options else weigh
 
 
 @HEADS.register("knn")
@@ -187,7 +197,7 @@ class KnnHead(NeighborHead):
 
     def __init__(self, num_features: int, num_classes: int, *, vote: str = "softmax-cosine", **options: Any) -> None:
         super().__init__(num_features, num_classes, **options)
-        self.voter = self.make_voter(vote, VOTES[vote])
+        self.voter = self.make_voter(*vote_of(vote))
 
 
 @HEADS.register("attn-knn")

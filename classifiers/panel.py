@@ -47,6 +47,16 @@ class Panel(nn.Module):
             found[name] = voter.settle(opinions(voter, questions), questions.facts)
         return found
 
+    @torch.no_grad()
+    def heard(self, name: str, questions: Questions) -> float:
+        """How many neighbors a voter listens to, as trained; the mean over the queries."""
+        voter = self.raw[name]
+        knn = voter.knn if isinstance(voter, Mixture) else voter
+        if not isinstance(knn, NeighborVoter):
+            return 0.0
+        knn.eval()
+        return torch.cat([(knn.weights(query) > 0).sum(1) for query in questions.blocks()]).double().mean().item()
+
     def by_k(self, questions: Questions, ks: Sequence[int]) -> dict[int, dict[str, Tensor]]:
         """As trained, with the first k neighbors for each k, all from one search; no mean over several k."""
         single = copy.deepcopy(self)

@@ -162,6 +162,8 @@ class NeighborVoter(Voter):
         """How much each neighbor has to say, (B, K)."""
         near = query.neighbors
         weights: Tensor = self.weigh(query.embedding, near.embedding, near.distance, near.label, near.mask)
+        if not isinstance(self.weigh, nn.Module):
+            check_weights(self.name, weights, near.mask)
         return adaptive(weights, near.mask) if self.adaptive and not self.training else weights
 
     def opinion(self, query: Query) -> Tensor:
@@ -198,6 +200,14 @@ class NeighborVoter(Voter):
     def attention(self) -> list[nn.Parameter]:
         modules = [m for m in (self.weigh, self.values) if isinstance(m, nn.Module)]
         return [p for module in modules for p in module.parameters()]
+
+
+def check_weights(name: str, weights: Tensor, mask: Tensor) -> None:
+    """Of a function that a user may have written."""
+    if weights.shape != mask.shape:
+        raise BadOption("vote", f"{name} must return weights (queries, neighbors), here {tuple(mask.shape)}", tuple(weights.shape))
+    if not (weights.masked_fill(~mask, 0) >= 0).all() or weights.isinf().any():
+        raise BadOption("vote", f"{name} must return weights that are numbers of at least 0")
 
 
 class Mixture(Voter):

@@ -89,11 +89,6 @@ def probabilities_at(weights: Tensor, labels: Tensor, num_classes: int, ks: Sequ
     return torch.stack([found[k] for k in ks])
 
 
-def ensemble(weights: Tensor, labels: Tensor, num_classes: int, ks: Sequence[int], mask: Tensor | None = None) -> Tensor:
-    """The mean of the votes for several k, (B, C)."""
-    return probabilities_at(weights, labels, num_classes, ks, mask).mean(0)
-
-
 def adaptive(weights: Tensor, mask: Tensor | None = None, *, smallest: int = 1) -> Tensor:
     """Weights (B, K) of as many neighbors as each query's attention speaks of: the exp(entropy) heaviest (rounded up), renormalized.
 

@@ -21,13 +21,14 @@ from classifiers.knn import AttnKnnHead, NeighborHead
 from classifiers.metrics import auroc, confusion_matrix, detailed
 from classifiers.neighbor_attention import NeighborAttention
 from classifiers.panel import Panel, asker_for, averaged, panel_beside, panel_of
-from classifiers.voters import HeadVoter, NeighborVoter, Questions
+from classifiers.voters import HeadVoter, Mixture, NeighborVoter, Questions
+from classifiers.votes import Prior
 from config import Config
 from dataset import Data
-from experiments.building import DEFAULT_K, compares_votes, foreign_rows, input_shape, ks_of
+from experiments.building import DEFAULT_K, batches, compares_votes, foreign_rows, ks_of
 from experiments.sets import Sets
 from models import cost
-from train_eval import Classifier, evaluate, features_of, packed, remember
+from train_eval import Classifier, evaluate, features_of, order_in_bank, packed, remember
 from utils import git_state, say, versions, whole_numbers
 
 GROWTH = 100  # test rows that join a growing bank at once
@@ -93,16 +94,19 @@ class Judge:
 
     def evaluation(self) -> tuple[Any, ...]:
         """What the fitted confidence depends on."""
-        config, head = self.config, self.model.head
+        config = self.config
         k = (config.k_train or DEFAULT_K,)
         ks = whole_numbers(config.k_eval, "k_eval")[:1] or k
-        compared = not head.wants_bank and config.compare_votes is not False
-        return self.mode, whole_numbers(config.k_ensemble, "k_ensemble") or ks, bool(config.k_ensemble), config.adaptive_k, compared
+        return self.mode, whole_numbers(config.k_ensemble, "k_ensemble") or ks, bool(config.k_ensemble), config.adaptive_k
 
     def validate(self) -> dict[str, float] | None:
         """The validation rows as the loop sees them: before calibration."""
         val = self.sets.val
         return evaluate(self.model, val, self.config.use_amp) if val is not None else None
+
+    def serves(self, stored: Mapping[str, Tensor]) -> bool:
+        """Whether a stored panel compares what is asked for."""
+        return self.model.head.wants_bank or self.config.compare_votes in (None, self.compares(stored))
 
     def compares(self, stored: Mapping[str, Tensor] | None) -> bool:
         if stored is not None:
@@ -155,17 +159,18 @@ class Judge:
         if self.asker is not None:
             views = [view.top(self.asker.k) for view in views]
         variants = self.variants(views)
-        own = variants[("calibrated" if self.calibrated else "raw") + ("_tta" if len(views) > 1 else "")][self.panel.main]
+        order = ("raw", "calibrated", "raw_tta", "calibrated_tta")
+        own = [v for v in order if v in variants and (self.calibrated or not v.startswith("calibrated"))]  # the last: its answer
+        of_own = {v: scores(variants[v][self.panel.main], target) for v in own}
+        predicted = variants[own[-1]][self.panel.main].argmax(1)
         found: dict[str, Any] = {
-            "test": scores(own, target),
-            "test_uncalibrated": scores(variants["raw"][self.panel.main], target) if self.calibrated else None,
-            "confusion": confusion_matrix(own.argmax(1), target, self.data.num_classes).tolist(),
+            "test": of_own[own[-1]],
+            "test_variants": of_own,
+            "confusion": confusion_matrix(predicted, target, self.data.num_classes).tolist(),
         }
         if self.asker is not None:
-            assert self.asker.bank is not None
             voters = {n: {v: scores(variants[v][n], target) for v in variants} for n in self.panel.raw}
-            how = {"k": self.asker.k, "ensemble": list(self.asker.ensemble), "bank": len(self.asker.bank)}
-            found["votes"] = {**how, **self.kept_out(voters)}
+            found["votes"] = {**self.how(views[0]), **self.kept_out(voters)}
             if len(ks) > 1:
                 of_k = self.panel.by_k(plain, ks)
                 found["votes"]["by_k"] = {name: {k: six(of_k[k][name], target) for k in ks} for name in of_k[ks[0]]}
@@ -173,6 +178,22 @@ class Judge:
                 found["ood"] = self.foreign(views[0], variants["calibrated" if self.calibrated else "raw"][self.panel.main])
             if self.config.continual:
                 found["continual"] = {"before": scores(self.vote(views[0]), target), **self.grow(plain.features, target)}
+        return found
+
+    def how(self, questions: Questions) -> dict[str, Any]:
+        """What the votes rest on."""
+        asker, panel = self.asker, self.panel
+        assert asker is not None
+        assert asker.bank is not None
+        found = {"k": asker.k, "ensemble": list(asker.ensemble), "bank": len(asker.bank), "calibrate": self.mode}
+        found["with_prior"] = [name for name, voter in panel.raw.items() if any(isinstance(part, Prior) for part in voter.modules())]
+        found["late"] = [name for name in panel.raw if name == "attention" and not self.model.head.learned]
+        own = (panel.raw if self.mode == "none" else panel.calibrated)[panel.main]
+        if isinstance(own, Mixture):
+            found["lambda"] = own.share.item()
+        if asker.adaptive_k:
+            with torch.no_grad():
+                found["neighbors"] = {name: panel.heard(name, questions) for name in panel.raw}
         return found
 
     def variants(self, views: list[Questions]) -> dict[str, dict[str, Tensor]]:
@@ -187,15 +208,18 @@ class Judge:
 
     def vote(self, questions: Questions) -> Tensor:
         """Log-probabilities of the best known voter over the neighbors: the head's own, else the attention."""
-        name = self.panel.main if self.model.head.wants_bank else "attention"
-        return self.panel.log_probs(questions, calibrated=self.mode != "none")[name]
+        return self.panel.log_probs(questions, calibrated=self.mode != "none")[self.speaker]
+
+    @property
+    def speaker(self) -> str:
+        return self.panel.main if self.model.head.wants_bank else "attention"
 
     def grow(self, features: Tensor, target: Tensor) -> dict[str, Any]:
         """The test rows in their order: each block is classified, then joins the bank, whose eviction makes room for it."""
         assert self.asker is not None
         assert self.asker.bank is not None
         static, parts = self.asker.bank, []
-        growing = copy.deepcopy(static)
+        growing = self.copy_of(static)
         try:
             for block, labels in zip(features.split(GROWTH), target.split(GROWTH), strict=True):
                 self.asker.use(growing)
@@ -205,14 +229,25 @@ class Judge:
                 growing.add(questions.embedding, labels)
         finally:
             self.asker.use(static)
-        return {"after": scores(torch.cat(parts), target), "block": GROWTH, "bank": len(growing)}
+        sizes = {"bank_before": len(static), "bank": len(growing)}
+        return {"voter": self.speaker, "after": scores(torch.cat(parts), target), "block": GROWTH, **sizes}
+
+    def copy_of(self, bank: Bank) -> Bank:
+        """A bank that may change, with the cap that was asked for."""
+        cap, evict = self.config.bank_cap, self.config.bank_evict or bank.evict
+        if (cap, evict) == (bank.cap, bank.evict):
+            return copy.deepcopy(bank)
+        copied = Bank(bank.dim, kind=bank.kind, cap=cap, evict=evict)
+        order = order_in_bank(len(bank), self.config.seed)
+        copied.add(bank.embeddings[order], bank.labels[order], bank.ids[order])
+        return copied
 
     def kept_out(self, voters: dict[str, Any]) -> dict[str, Any]:
         """With the accuracy of each vote over training rows that are not their own neighbors."""
         assert self.asker is not None
         questions, labels = self.left_out(self.asker)
         for name, voter in self.panel.raw.items():
-            if isinstance(voter, NeighborVoter):
+            if isinstance(voter, NeighborVoter):  # not a mixture: its linear head has learned these rows
                 with torch.no_grad():
                     right = torch.cat([voter(query).argmax(1) for query in questions.blocks()]) == labels
                 voters[name]["train_leave_one_out"] = right.double().mean().item()
@@ -225,6 +260,7 @@ class Judge:
         unsure = self.panel.log_probs(theirs, calibrated=self.calibrated)[self.panel.main]
         return {
             "dataset": self.config.ood,
+            "voter": self.panel.main,
             "rows": len(theirs),
             "auroc_distance": auroc(nearness(own), nearness(theirs)),
             "auroc_confidence": auroc(-log_probs.amax(1), -unsure.amax(1)),
@@ -244,7 +280,9 @@ def measure(judge: Judge, size: float, *, epoch: int, seconds: float, val: dict[
     """What results.json holds."""
     config, device = judge.config, judge.sets.test.device
     found = judge.judge()
-    x = torch.zeros(min(config.batch_size, len(judge.data.test)), *input_shape(config, judge.data), device=device)
+    rows = batches(config, judge.data, "test", device)
+    assert rows is not None
+    x = next(iter(rows.epoch())).x  # real rows: what a search costs depends on them
     return {
         **found,
         "val": val,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +33,17 @@ def describe(config: Config, data: Data, model: nn.Module) -> str:
 
 def table(results: dict[str, Any], written: Path) -> str:
     """The final table: scores of validation and test side by side, before calibration and after, then cost."""
-    columns = {"val": results["val"] or {}, "test": results.get("test_uncalibrated") or results["test"]}
-    if results.get("test_uncalibrated"):
-        columns |= {"calibrated": results["test"]}
+    variants = results["test_variants"]
+    columns = {"val": results["val"] or {}, **{"test" if v == "raw" else VARIANTS[v]: scores for v, scores in variants.items()}}
     percent = {"accuracy": "accuracy", "top5": "top-5", "f1_macro": "F1-macro"}
     plain = {"nll": "NLL", "ece": "ECE", "brier": "Brier"}
     sure = {f"accuracy_at_{share}": f"surest {share} %" for share in (95, 90, 80)}
 
     def cells(key: str, form: str) -> str:
-        return "".join(f"{format(scores[key], form) if key in scores else '-':>12}" for scores in columns.values())
+        return "".join(f"{format(scores[key], form) if key in scores else '-':>{widths[name]}}" for name, scores in columns.items())
 
-    lines = [f"{'epoch ' + str(results['epoch']):<16}" + "".join(f"{name:>12}" for name in columns)]
+    widths = {name: max(12, len(name) + 2) for name in columns}
+    lines = [f"{'epoch ' + str(results['epoch']):<16}" + "".join(f"{name:>{width}}" for name, width in widths.items())]
     lines += [f"{name:<16}{cells(key, '.2%')}" for key, name in percent.items()]
     lines += [f"{name:<16}{cells(key, '.4f')}" for key, name in plain.items()]
     lines += [f"{name:<16}{cells(key, '.2%')}" for key, name in sure.items()]
@@ -55,15 +56,16 @@ def table(results: dict[str, Any], written: Path) -> str:
     }
     lines += [f"{name:<16}{value:>24}" for name, value in cost.items()]
     if "votes" in results:
-        lines += ["", *votes_table(results["votes"])]
+        lines += ["", *votes_table(results["votes"]), *remarks(results)]
     if "ood" in results:
         ood = results["ood"]
-        by = f"by distance to the neighbors {ood['auroc_distance']:.3f}, by confidence {ood['auroc_confidence']:.3f}"
+        by = f"by distance to the neighbors {ood['auroc_distance']:.3f}, by confidence of {ood['voter']} {ood['auroc_confidence']:.3f}"
         lines += ["", f"foreign rows ({ood['dataset']}, {ood['rows']:,}), AUROC {by}"]
     if "continual" in results:
         grown = results["continual"]
         both = " to ".join(f"{grown[when]['accuracy']:.2%} (NLL {grown[when]['nll']:.4f})" for when in ("before", "after"))
-        lines += ["", f"bank that grows to {grown['bank']:,} rows, {grown['block']} at a time, each classified first: {both}"]
+        sizes = f"{grown['bank_before']:,} to {grown['bank']:,} rows"
+        lines += ["", f"bank that test rows join, {grown['block']} at a time, once classified ({sizes}), {grown['voter']}: {both}"]
     return "\n".join([*lines, f"written to {written}"])
 
 
@@ -76,19 +78,38 @@ def votes_table(votes: dict[str, Any]) -> list[str]:
     variants = [v for v in VARIANTS if v in next(iter(voters.values()))]
     k = f"k = {','.join(map(str, votes['ensemble']))}" if votes["ensemble"] else f"k = {votes['k']}"
     shown = {"accuracy": "{:>9.2%}", "nll": "{:>9.4f}", "ece": "{:>8.4f}"}
-    lines = [f"{'test, ' + k:<16}" + "".join(f"{VARIANTS[v]:^28}" for v in variants) + f"{'training rows,':>16}"]
-    lines += [f"{'':<16}" + f"{'accuracy':>9}{'NLL':>9}{'ECE':>8}  " * len(variants) + f"{'self left out':>16}"]
+    first = max(16, *(len(name) + 2 for name in voters))
+    lines = [f"{'test, ' + k:<{first}}" + "".join(f"{VARIANTS[v]:^28}" for v in variants) + f"{'training rows,':>16}"]
+    lines += [f"{'':<{first}}" + f"{'accuracy':>9}{'NLL':>9}{'ECE':>8}  " * len(variants) + f"{'self left out':>16}"]
     for name, of_voter in voters.items():
         cells = ["".join(form.format(of_voter[v][key]) for key, form in shown.items()) + "  " for v in variants]
         left_out = f"{of_voter['train_leave_one_out']:.2%}" if "train_leave_one_out" in of_voter else "-"
-        lines.append(f"{name:<16}{''.join(cells)}{left_out:>16}")
+        lines.append(f"{name:<{first}}{''.join(cells)}{left_out:>16}")
     if by_k := votes.get("by_k"):
-        lines += ["", f"{'as trained, k =':<16}" + "".join(f"{k:>18}" for k in next(iter(by_k.values())))]
+        lines += ["", f"{'as trained, k =':<{first}}" + "".join(f"{k:>18}" for k in next(iter(by_k.values())))]
         lines += [
-            f"{name:<16}" + "".join(f"{scores['accuracy']:>10.2%}{scores['nll']:>8.3f}" for scores in of_k.values())
+            f"{name:<{first}}" + "".join(f"{scores['accuracy']:>10.2%}{scores['nll']:>8.3f}" for scores in of_k.values())
             for name, of_k in by_k.items()
         ]
     return lines
+
+
+def remarks(results: dict[str, Any]) -> list[str]:
+    """What must be known to read the votes."""
+    votes, variants = results["votes"], results["votes"]["voters"]
+    lines = []
+    if plain := [name for name in variants if name not in votes["with_prior"] and name in ("uniform", "distance")]:
+        lines.append(f"as trained, {' and '.join(plain)} have no prior: k neighbors of one class leave nothing to the others")
+    if votes["late"]:
+        lines.append(f"{', '.join(votes['late'])}: trained on rows of the bank, without themselves, once the model was done")
+    if "lambda" in votes:
+        lines.append(f"mixture: {votes['lambda']:.2f} of the vote, {1 - votes['lambda']:.2f} of the linear head")
+    if "neighbors" in votes:
+        heard = ", ".join(f"{name} {count:.1f}" for name, count in votes["neighbors"].items() if count)
+        lines.append(f"neighbors that are heard, on average: {heard}")
+    if results["data"]["label_noise_rate"]:
+        lines.append("training rows are counted against the labels they were trained with, the wrong ones too")
+    return ["", *lines] if lines else []
 
 
 def write_epochs(folder: Path, final: str) -> None:
@@ -104,18 +125,25 @@ def write_epochs(folder: Path, final: str) -> None:
 
 def draw_curves(epochs: list[dict[str, Any]], path: Path) -> None:
     from matplotlib.figure import Figure  # without pyplot: no display, no global state
+    from matplotlib.ticker import FuncFormatter
 
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    figure = Figure(figsize=(13, 3.2), layout="constrained")
     loss, accuracy = figure.subplots(1, 2)
     steps = [e["epoch"] for e in epochs]
-    loss.plot(steps, [sum(e["train"].values()) for e in epochs], label="training loss")
+    for name in epochs[0]["train"] if epochs else ():  # a line a term: a sum would be compared with the validation NLL
+        loss.plot(steps, [e["train"].get(name, math.nan) for e in epochs], label=f"training, {name}")
     if epochs and epochs[0]["val"]:
-        loss.plot(steps, [e["val"]["nll"] for e in epochs], label="validation NLL")
+        loss.plot(steps, [e["val"]["nll"] for e in epochs], color="black", label="validation NLL")
         accuracy.plot(steps, [100 * e["val"]["accuracy"] for e in epochs], color="tab:green", label="validation accuracy")
-    loss.set(xlabel="epoch", yscale="log")
+        best = max(epochs, key=lambda e: (e["val"]["accuracy"], -e["val"]["nll"]))
+        for axes, value in ((loss, best["val"]["nll"]), (accuracy, 100 * best["val"]["accuracy"])):
+            axes.plot(best["epoch"], value, "o", color="tab:red", label=f"best epoch, {best['epoch']}")
+    loss.set(xlabel="epoch", ylabel="loss", yscale="log")
+    for which in (loss.yaxis.set_major_formatter, loss.yaxis.set_minor_formatter):
+        which(FuncFormatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "125" else ""))
     accuracy.set(xlabel="epoch", ylabel="%")
     for axes in (loss, accuracy):
         axes.grid(alpha=0.3)
         if axes.lines:
-            axes.legend(frameon=False)
+            axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))  # beside the curves, never on them
     figure.savefig(path, dpi=110)

@@ -122,7 +122,9 @@ def test(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
     if not action.checkpoint:
         raise BadOption("test_only", "needs --checkpoint RUN")
     source = checkpoint.find(action.checkpoint)
-    where = Path(given.get("output_dir") or source)  # never a run's own results: those are of what it was trained for
+    where = Path(given.get("output_dir") or source)
+    if (where / "checkpoints").exists():
+        raise BadOption("output_dir", "must not be a run: its results.json is of what it was trained for", str(where))
     check_writable(where)
     again = rebuild(action.checkpoint, given)
     config, facts = again.config, again.facts
@@ -142,13 +144,12 @@ def judge_of(again: Rebuilt, folder: Path) -> Judge:
     config, facts = again.config, again.facts
     judge = Judge(config, again.data, again.model, sets_of(config, again.data, again.model, again.device, folder))
     same_rows = again.data.facts["sha256"] == facts["data"]["sha256"]
-    differs = judge.evaluation() != Judge(Config(**facts["config"]), again.data, again.model, judge.sets).evaluation()
+    before = Judge(Config(**facts["config"]), again.data, again.model, judge.sets).evaluation()
     stored, bank = again.votes, again.compared
-    if not same_rows and (stored is None or judge.mode != facts["calibrated"]):
-        judge.without_calibration("these are not the rows that the run was trained on")
+    if stored is not None and (judge.evaluation() != before or not judge.serves(stored)):
         stored = None
-    elif same_rows and differs:
-        stored = None
+    if stored is None and not same_rows:
+        judge.without_calibration("the run fitted none for this evaluation, and these are not its rows")
     judge.prepare(stored, bank, None if stored is None else facts["calibrated"])
     return judge
 
@@ -225,10 +226,13 @@ def finish(
     model.load_state_dict(tensors["model"])
     if "bank" in tensors:
         model.head.refresh(Bank.unpack(tensors["bank"], facts["bank"]))
-    judge = Judge(config, data, model, sets)
-    judge.prepare(None, None)
-    checkpoint.save(best, {**tensors, **judge.groups()}, {**facts, **judge.facts()})
-    results = measure(judge, size, epoch=place.best_epoch, seconds=place.seconds, val=place.best)
+    try:
+        judge = Judge(config, data, model, sets)
+        judge.prepare(None, None)
+        checkpoint.save(best, {**tensors, **judge.groups()}, {**facts, **judge.facts()})
+        results = measure(judge, size, epoch=place.best_epoch, seconds=place.seconds, val=place.best)
+    except KeyboardInterrupt:
+        raise Stopped(f"stopped by Ctrl-C in the final evaluation; training is done and saved. {again}", 130) from None
     table = reporting.table(results, folder)
     reporting.write_epochs(folder, table)
     checkpoint.write_json(folder / RESULTS, results)

@@ -175,7 +175,7 @@ def test_all_votes_side_by_side(finished: tuple[Path, dict[str, Any]], capsys: p
     assert list(voters) == ["linear", "uniform", "distance", "attention", "mixture"]
     assert all(set(v) >= {"raw", "calibrated"} for v in voters.values())
     assert results["test"] == voters["mixture"]["calibrated"]
-    assert results["test_uncalibrated"] == voters["mixture"]["raw"]
+    assert results["test_variants"] == voters["mixture"]
     assert 0 <= voters["uniform"]["train_leave_one_out"] <= 1
     assert sum(map(sum, results["confusion"])) == 31
     assert json.loads((folder / "results.json").read_text())["votes"] == json.loads(json.dumps(results["votes"]))

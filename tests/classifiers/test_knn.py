@@ -12,7 +12,7 @@ from classifiers import HEADS, Bank
 from classifiers.class_means import ClassMeans
 from classifiers.knn import AttnKnnHead, KnnHead, LinearAttnKnnHead, LinearKnnHead, NeighborHead
 from classifiers.voters import Mixture
-from classifiers.votes import log_probabilities
+from classifiers.votes import VOTES, log_probabilities
 from utils import BadOption
 
 B, F_, D, C, N, K = 7, 13, 12, 5, 31, 6
@@ -133,6 +133,8 @@ def test_class_means_leave_the_row_out_too(columns: int) -> None:
             expected = F.cosine_similarity(rows[i], of_class.mean(0), dim=0).item() if len(of_class) else 0.0
             assert found[i, c].item() == pytest.approx(expected, abs=2e-5)
     assert found[7, C - 1] == 0
+    twice = torch.stack([torch.arange(N)] * 2, 1)  # the middle row of an odd batch is mixed with itself
+    torch.testing.assert_close(ClassMeans(bank, C).cosine(rows, twice), ClassMeans(bank, C).cosine(rows, twice[:, 0]))
 
 
 # ---------------------------------------------------------------- what is trained
@@ -185,6 +187,7 @@ def test_parts_have_learning_rates_of_their_own() -> None:
     assert parts["voter.linear.head.fc.weight"] == "head"
     assert parts["embedder.project.0.weight"] == "projection"
     assert parts["voter.knn.weigh.q_proj.weight"] == "attention"
+    assert {part for name, part in parts.items() if ".prior." in name} == {"head"}
 
 
 def test_confidence_is_not_trained() -> None:
@@ -293,3 +296,41 @@ def test_options_are_checked(options: dict[str, object], rule: str) -> None:
 def test_without_a_bank_there_is_no_vote() -> None:
     with pytest.raises(BadOption, match="refresh"):
         AttnKnnHead(F_, C, embed_dim=D)(torch.randn(B, F_))
+
+
+@pytest.mark.parametrize("name", ["knn", "linear+attn-knn"])
+def test_mixed_precision_does_not_move_a_row_from_its_place_in_the_bank(name: str) -> None:
+    head, features = make(name).eval(), torch.randn(13, F_, generator=torch.Generator().manual_seed(5))
+    with torch.autocast("cpu", torch.bfloat16):
+        half = head.embed(features.bfloat16())
+    assert (half == head.embed(features.bfloat16().float())).all()
+
+
+def test_a_vote_may_have_options() -> None:
+    head, features = make("knn", vote="softmax-cosine(temperature=0.5)"), torch.randn(7, F_)
+    query = head.ask(features).at(slice(None))
+    cosine = (query.embedding[:, None] * query.neighbors.embedding).sum(2)
+    torch.testing.assert_close(head.knn.weights(query), (cosine / 0.5).softmax(1))
+    assert head.knn.name == "softmax-cosine"
+    for wrong, rule in {"softmax-cosine(heat=1)": "has no option 'heat'", "softmax-cosine(": "must read Name", "sotfmax": "one of"}.items():
+        with pytest.raises(BadOption, match=rule):
+            make("knn", vote=wrong)
+
+
+@pytest.mark.parametrize(
+    ("weigh", "rule"),
+    [
+        (lambda distance: distance[:, 0], r"must return weights \(queries, neighbors\), here \(7, 6\), got \(7,\)"),
+        (lambda distance: distance * math.nan, "must return weights that are numbers of at least 0"),
+        (lambda distance: -distance, "must return weights that are numbers of at least 0"),
+    ],
+)
+def test_a_vote_that_gives_no_weights_is_named(weigh: Any, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mine(query: Tensor, neighbors: Tensor, distance: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
+        weights: Tensor = weigh(distance)
+        return weights
+
+    monkeypatch.setitem(VOTES._parts, "mine", mine)
+    head = make("knn", vote="mine").eval()
+    with pytest.raises(BadOption, match=f"^vote mine {rule}$"):
+        head(torch.randn(7, F_))

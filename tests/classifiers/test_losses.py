@@ -106,6 +106,28 @@ def test_contrastive_losses_and_their_gradients_by_loops(seed, soft, beta):
             assert error.max() < 1e-10, (fast.__name__, error.max().item(), error.mean().item())
 
 
+@pytest.mark.parametrize("beta", [0.0, 5.0])
+def test_mixtures_of_the_same_rows_are_no_pair(beta):
+    """Row i is mixed with row B-1-i: two such rows are neither positive nor negative, so taking one of them out changes only itself."""
+    z, _, soft = case(3)
+    index = torch.stack([torch.arange(B), torch.arange(B).flip(0)], 1)
+    both = torch.tensor([0, B - 1])
+    for loss in (supervised_contrastive, contrastive_margin):
+        value, gradient = value_and_gradient(lambda z, t, **o: loss(z, t, index[both], **o), z[both], soft[both], hard_negatives=beta)
+        assert value == 0
+        assert (gradient == 0).all()
+    same, pull, push, positives, negatives = pairs(soft), 0.0, 0.0, 0.0, 0.0
+    for i in range(B):
+        for j in range(B):
+            if j not in (i, B - 1 - i):
+                cosine = (z[i] @ z[j]).item()
+                pull, positives = pull + same[i, j].item() * (1 - cosine), positives + same[i, j].item()
+                push, negatives = push + (1 - same[i, j].item()) * max(0.0, cosine - 0.1), negatives + 1 - same[i, j].item()
+    if not beta:
+        found = contrastive_margin(z, soft, index, margin=0.1).item()
+        assert found == pytest.approx(pull / positives + push / negatives, abs=1e-12)
+
+
 # ---------------------------------------------------------------- contrastive losses by hand
 
 

@@ -116,6 +116,23 @@ def test_topk():
     assert [topk_accuracy(scores, target, k) for k in (1, 2, 3, 4, 9)] == pytest.approx([1 / 3, 2 / 3, 2 / 3, 1, 1])
 
 
+def test_ties_for_the_last_places_share_them():
+    """16 neighbors of one wrong class: the other nine tie for four places, wherever the true class stands among them."""
+    vote = torch.zeros(10)
+    vote[3] = 1
+    for label in (0, 2, 4, 9):
+        assert topk_accuracy(vote[None].log(), torch.tensor([label]), 5) == pytest.approx(4 / 9)
+    assert topk_accuracy(vote[None].log(), torch.tensor([3]), 1) == 1
+
+
+def test_how_classes_are_numbered_does_not_matter():
+    generator = torch.Generator().manual_seed(2)
+    scores, target = torch.randint(3, (97, 11), generator=generator).double(), torch.randint(11, (97,), generator=generator)
+    order = torch.randperm(11, generator=generator)
+    for k in (1, 2, 5, 11):
+        assert topk_accuracy(scores[:, order], order.argsort()[target], k) == pytest.approx(topk_accuracy(scores, target, k))
+
+
 def test_sums_do_not_lose_rows():
     """Float32 sums stop counting at 16,777,216; a mean over many rows must not drift. One row in 1,000 is wrong."""
     n = 100_003

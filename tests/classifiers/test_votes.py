@@ -14,7 +14,6 @@ from classifiers.votes import (
     VOTES,
     Prior,
     adaptive,
-    ensemble,
     inverse_distance,
     log_probabilities,
     probabilities,
@@ -137,7 +136,6 @@ def test_many_k_by_loops(masked, seed):
             for c in range(C):
                 wanted = sum(weights[b, j].item() for j in there if labels[b, j] == c) / total if there else 1 / C
                 assert found[i, b, c].item() == pytest.approx(wanted, abs=1e-6)
-    assert torch.allclose(ensemble(weights, labels, C, ks, given), found.mean(0))
 
 
 def test_a_cut_softmax_is_renormalized():

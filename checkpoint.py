@@ -106,6 +106,8 @@ def find(path: str | Path, prefer: str = "best", flag: str = "checkpoint") -> Pa
     for folder in (given, *(given / "checkpoints" / n for n in names), *(given / n for n in names)):
         if (folder / INDEX).exists():
             return folder
+        if folder.name == prefer and folder != given and folder.is_dir():  # NOTE: silently, other weights would be taken for these
+            raise BadOption(flag, f"lacks {(folder / INDEX).relative_to(given)}", str(path))
     raise BadOption(flag, f"must hold a checkpoint (checkpoints/{prefer}/{INDEX})", str(path))
 
 

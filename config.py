@@ -81,7 +81,7 @@ class Config:
 
     embed_dim: int | None = flag(None, HEAD, "size of an embedding; 0: the features (default: 256; knn: 0)", rule=at_least(0))
     vote: str = flag("softmax-cosine", HEAD, "how the neighbors of knn vote: uniform, distance, softmax-cosine")
-    k_train: int = flag(16, HEAD, "neighbors in training", rule=at_least(1))
+    k_train: int | None = flag(None, HEAD, "neighbors in training (default: 16; 20 for softmax-cosine, as DINO)", rule=at_least(1))
     attention_heads: int = flag(4, HEAD, "heads of the attention over neighbors", rule=at_least(1))
     distance_bias: bool = flag(True, HEAD, "a learned function of the distance in that attention")
     neighbor_self_attention: bool = flag(False, HEAD, "neighbors read one another first")
@@ -177,13 +177,22 @@ FIELDS = {f.name: f for owner in (Config, Action) for f in dataclasses.fields(ow
 LAYER_OPTIONS, NEIGHBOR_OPTIONS = (
     tuple(f.name for f in dataclasses.fields(Config) if f.metadata["topic"] == topic) for topic in (LAYER, HEAD)
 )
+NUMBERS = ("k_eval", "k_ensemble")  # several of them; in YAML also as a list
 SHARED_OPTIONS = ("dropout", "attention_dropout")  # of the model and of its layers
 
 # What may differ between a checkpoint and its evaluation, or a run and its continuation, without changing what the run is.
 PLACE = frozenset({"feature_cache", "data_path", "device", "workers", "use_compiled", "compile_mode", "tracker", "output_dir", "plugin"})
-EVALUATION = frozenset({"k_eval", "k_ensemble", "adaptive_k", "calibrate", "tta", "continual", "ood", "compare_votes"})
-FREE_IN_TEST = PLACE | EVALUATION | {"dataset", "batch_size", "noise", "use_amp", "deterministic"}
-FREE_IN_RESUME = PLACE - {"output_dir"} | EVALUATION | {"num_epochs", "patience", "dataset", "label_noise"}  # the rows are compared
+LATE = frozenset({"calibrate", "tta", "continual", "ood", "compare_votes"})  # looked at when training is over
+NEIGHBORS = frozenset({"k_eval", "k_ensemble", "adaptive_k"})  # not in a resumed run: validation measures with them, and picks the epoch
+FREE_IN_TEST = PLACE | LATE | NEIGHBORS | {"dataset", "batch_size", "noise", "use_amp", "deterministic"}
+FREE_IN_RESUME = PLACE - {"output_dir"} | LATE | {"num_epochs", "patience", "dataset", "label_noise"}  # the rows are compared
+
+
+def free_in_test(saved: Mapping[str, Any], given: Mapping[str, Any]) -> frozenset[str]:
+    """With --continual also what bounds the bank that grows."""
+    grows = given.get("continual", saved.get("continual"))
+    return FREE_IN_TEST | {"bank_cap", "bank_evict"} if grows else FREE_IN_TEST
+
 
 # ---------------------------------------------------------------- presets
 
@@ -210,9 +219,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def patch_size_for(height: int, width: int) -> int:
-    """The smallest patch that divides both sides and leaves at most 196 patches (32 gives 4, 224 gives 16), or the largest there is."""
-    largest = math.gcd(height, width)
-    fitting = (p for p in range(1, largest + 1) if largest % p == 0 and height * width <= 196 * p * p)
+    """The smallest patch that divides both sides and leaves at most 196 patches (224 gives 16), of images up to 64 x 64 at most
+    64 (28 and 32 give 4); or the largest there is."""
+    largest, most = math.gcd(height, width), 64 if max(height, width) <= 64 else 196
+    fitting = (p for p in range(1, largest + 1) if largest % p == 0 and height * width <= most * p * p)
     return next(fitting, largest)
 
 
@@ -280,14 +290,19 @@ def read_yaml(path: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise BadOption("config", "must hold 'option: value' lines", path)
     # YAML reads 1e-3 as text, and the 0.2 of label_noise as a number.
-    values = {k: parse(k, v) if k in FIELDS and kind_of(FIELDS[k]) in (float, str) else v for k, v in values.items()}
-    check(values, Config)
+    try:
+        values = {k: parse(k, v) if k in FIELDS else v for k, v in values.items()}
+        check(values, Config)
+    except BadOption as error:
+        raise BadOption(error.option, f"{error.rule}, in {path}", error.value) from None
     return {k: v for k, v in values.items() if v is not None}
 
 
 def parse(name: str, value: Any) -> Any:
     """A number that came as text, and the other way round."""
     kind = kind_of(FIELDS[name])
+    if name in NUMBERS and isinstance(value, list):
+        return ",".join(map(str, value))
     if kind is str and type(value) in (int, float):
         return str(value)
     if not isinstance(value, str) or kind not in (int, float):

@@ -53,6 +53,8 @@ def train(context: typer.Context, **values: Any) -> None:
             say(f"--{name}: ignored; older command lines have it, no layer uses it")
     given = {name: flags.parse(name, value) for name, value in values.items() if value is not None}
     actions = {f.name: given.pop(f.name) for f in dataclasses.fields(flags.Action) if f.name in given}
+    if "test_only" in actions and "resume" in actions:
+        raise BadOption("resume", "trains on: it does not go with --test_only, which names its run by --checkpoint", actions["resume"])
     from experiments.run import run  # late: torch takes its time, and --help should not
 
     run(given, flags.Action(**actions))

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from utils import BadOption, nearest
+from utils import BadOption, nearest, say
 
 IMAGE_FILES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
 MISSING = frozenset({"", "?", "na", "nan", "null", "none"})
@@ -75,6 +75,8 @@ class Encoder:
 
     @classmethod
     def from_json(cls, facts: dict[str, Any]) -> Encoder:
+        if "levels" not in facts:
+            raise BadOption("dataset", "has the rows of a table, and the model reads images")
         return cls(facts["mean"], facts["std"], facts["levels"])
 
     def to_json(self) -> dict[str, Any]:
@@ -82,11 +84,13 @@ class Encoder:
 
     def encode(self, table: Table) -> np.ndarray:
         """(N, features) float32."""
-        if (table.numbers.shape[1], table.categories.shape[1]) != (len(self.mean), len(self.levels)):
-            raise BadOption("dataset", f"must have the {len(self.mean) + len(self.levels)} columns that the encoder was fitted on")
-        numbers = (np.where(np.isfinite(table.numbers), table.numbers, self.mean) - self.mean) / self.std
+        numbers, categories = table.numbers.shape[1], table.categories.shape[1]
+        if (numbers, categories) != (len(self.mean), len(self.levels)):
+            fitted = f"{len(self.mean)} of numbers and {len(self.levels)} of categories"
+            raise BadOption("dataset", f"must have the columns that the model was trained on, {fitted}, not {numbers} and {categories}")
+        units = (np.where(np.isfinite(table.numbers), table.numbers, self.mean) - self.mean) / self.std
         onehots = [column[:, None] == np.array(seen)[None] for column, seen in zip(table.categories.T, self.levels, strict=True)]
-        return np.concatenate([numbers, *onehots], axis=1, dtype=np.float32)
+        return np.concatenate([units, *onehots], axis=1, dtype=np.float32)
 
 
 # ---------------------------------------------------------------- arrays and image folders
@@ -123,6 +127,8 @@ def _check_arrays(x: np.ndarray, y: np.ndarray | None, part: str, path: str) -> 
         raise BadOption("dataset", f"needs one label a row: x_{part} {x.shape}, y_{part} {None if y is None else y.shape}", path)
     if y.dtype.kind not in "iubU":
         raise BadOption("dataset", f"needs whole numbers or text as labels, y_{part} is {y.dtype}", path)
+    if y.dtype.kind == "i" and len(y) and y.min() < 0:  # often the mark of a row without a label
+        say(f"dataset: y_{part} has labels from {y.min()}; every value is a class of its own, {y.min()} too ({path})")
     image = x.dtype == np.uint8 and (x.ndim == 3 or (x.ndim == 4 and x.shape[3] in (1, 2, 3, 4)))
     if not image and not (x.dtype.kind == "f" and x.ndim == 2):
         raise BadOption("dataset", f"needs uint8 images (N, H, W[, C]) or float rows (N, F), x_{part} is {x.dtype} {x.shape}", path)

@@ -273,8 +273,8 @@ def learned(index: Any) -> Iterator[tuple[Any, int, str]]:
         yield index.cp, index.nlist, "lists"
     elif hasattr(index, "nlist"):
         yield from learned(index.quantizer)
-    if hasattr(index, "pq"):
-        yield index.pq.cp, 1 << index.pq.nbits, "values of a code"
+    for codes in (getattr(index, name) for name in ("pq", "refine_pq") if hasattr(index, name)):
+        yield codes.cp, 1 << codes.nbits, "values of a code"
     if hasattr(index, "rq"):
         yield index.rq.cp, 1 << int(max(faiss.vector_to_array(index.rq.nbits))), "values of a code"
     for name in ("index", "base_index", "storage", "q1"):
@@ -313,8 +313,11 @@ def check_kind(kind: str, dim: int, rows: int | None = None) -> None:
     if rows is None:
         return
     made = without_warnings(index)
-    most, what = max(((count, what) for _, count, what in learned(index)), default=(1, ""))
+    counts = [(count, what) for _, count, what in learned(index)]
     del made
+    most, what = max(counts, default=(1, ""))
+    if any(count < 1 for count, _ in counts):
+        raise BadOption("index", "must have at least one list", kind)
     if most > rows:
         raise BadOption("index", f"must have at most as many {what} as the bank has rows ({rows}), not {most}", kind)
     if most > 1 and most * ENOUGH > rows:

@@ -14,11 +14,13 @@ import config as flags
 import dataset
 import models
 from batches import Batches
-from classifiers import HEADS, Bank
-from classifiers.index import check_kind
+from classifiers import HEADS, Bank, Head
+from classifiers.index import check_kind, kept
 from config import Config
+from experiments.folder import check_writable
+from experiments.unused import frozen, projects, vote_name, votes_only, without_unused
 from models import cost
-from train_eval import Classifier
+from train_eval import Classifier, order_in_bank
 from utils import BadOption, options_of, say, seed_everything, versions, whole_numbers
 
 # ---------------------------------------------------------------- parts of a run
@@ -34,52 +36,42 @@ def complete(given: Mapping[str, Any], data: dataset.Data) -> Config:
         if config.resize:
             say(f"resize: {config.resize} (the input size of {config.model})")
     config = without_unused(config, given, data)
+    if "k_train" in options_of(HEADS[config.head]) and config.k_train is None:
+        config = dataclasses.replace(config, k_train=DINO_K if vote_name(config) == "softmax-cosine" else DEFAULT_K)
     check_neighbors(config, data)
-    if config.head == "knn" and config.freeze_backbone and not config.embed_dim and "num_epochs" not in given:
+    if votes_only(config) and frozen(config) and not projects(config) and "num_epochs" not in given:
         config = dataclasses.replace(config, num_epochs=1, warmup_epochs=0.0)
         say("num_epochs: 1 (a plain vote over a frozen backbone has only its prior to learn)")
     if data.val is None:
-        if config.patience:
-            raise BadOption("patience", "needs validation rows (--val_fraction above 0)", config.patience)
-        if config.scheduler == "plateau":
-            raise BadOption("scheduler", "needs validation rows (--val_fraction above 0)", config.scheduler)
-        say(f"validation: no rows (--val_fraction {config.val_fraction}), so the last epoch counts as the best")
+        without_validation(config, data)
     return config
 
 
-SIZES = ("patch_size", "num_layers", "num_heads", "d_hidden", "d_mlp")  # a timm model has its own
+def without_validation(config: Config, data: dataset.Data) -> None:
+    """What needs validation rows is refused; what follows from having none is said."""
+    for name, asked in {"patience": config.patience, "scheduler": config.scheduler == "plateau"}.items():
+        if asked:
+            raise BadOption(name, needs_validation(config, data), getattr(config, name))
+    why = rounding(config, data) or f"--val_fraction {config.val_fraction}"
+    say(f"validation: no rows ({why}), so the last epoch counts as the best")
+    if HEADS[config.head].wants_bank and config.calibrate is None:
+        fitted = "mix_lambda" in options_of(HEADS[config.head]) and config.mix_lambda is None
+        say(f"calibrate: none (no validation rows{'; lambda stays at one half' if fitted else ''})")
 
 
-def without_unused(config: Config, given: Mapping[str, Any], data: dataset.Data) -> Config:
-    """Options that this model or these rows do not use are unset, so that no record claims them, and named if they were asked for."""
-    off: dict[str, Any] = dict.fromkeys(SIZES) if config.model.startswith("timm/") else {}
-    if data.kind == "table":
-        off |= {"noise": 0.0, "augment": False, "resize": 0, "cutmix_alpha": 0.0}
-    if config.model in ("mlp", "identity"):
-        off |= dict.fromkeys(("layer", "patch_size", "num_heads", "attention_dropout", *flags.LAYER_OPTIONS))
-    if config.model == "identity":
-        off |= dict.fromkeys(("num_layers", "d_hidden", "d_mlp", "lr_backbone"))
-    known = options_of(HEADS[config.head])
-    of_head: dict[str, Any] = dict.fromkeys(name for name in flags.NEIGHBOR_OPTIONS if name not in known)
-    if HEADS[config.head].wants_bank:
-        del of_head["memory_update_freq"]
-    else:
-        of_head |= dict.fromkeys(("lr_projection", "lr_attention"))
-    if config.freeze_backbone and config.augment:
-        del of_head["views"]
-    if config.freeze_backbone:
-        off |= {"lr_backbone": None, "cutmix_alpha": 0.0, "use_compiled": False}
-    if config.head in ("knn", "attn-knn"):
-        of_head["criterion"] = None
-    if HEADS[config.head].wants_bank:
-        of_head["contrastive_temperature" if config.contrastive_form == "margin" else "contrastive_margin"] = None
-    for owner, unset in ((f"{config.model} on {data.kind} rows", off), (f"--head {config.head}", of_head)):
-        if named := [f"--{name}" for name in unset if name in given and given[name] != unset[name]]:
-            say(f"unused by {owner}: {', '.join(named)}")
-    return dataclasses.replace(config, **off, **of_head)
+def needs_validation(config: Config, data: dataset.Data) -> str:
+    return f"needs validation rows ({rounding(config, data) or '--val_fraction above 0'})"
 
 
-DEFAULT_K = 16  # neighbors of the votes that are compared with a head without a bank
+def rounding(config: Config, data: dataset.Data) -> str:
+    """Why there are no validation rows where some were asked for."""
+    return f"--val_fraction {config.val_fraction} rounds to 0 of {len(data.train)} rows, class by class" if config.val_fraction else ""
+
+
+# ---------------------------------------------------------------- checks across options
+
+
+DEFAULT_K, DINO_K = 16, 20  # neighbors in training, and of the votes that are compared with a head without a bank
 MOST_ROWS = 100_000  # of a training split whose features are compared unasked
 
 
@@ -100,16 +92,20 @@ def check_evaluation(config: Config, data: dataset.Data, device: torch.device) -
     if config.tta > 1 and data.kind == "table":
         raise BadOption("tta", "needs images: the rows of a table have no views", config.tta)
     if config.calibrate not in (None, "none") and data.val is None:
-        raise BadOption("calibrate", "needs validation rows (--val_fraction above 0)", config.calibrate)
+        raise BadOption("calibrate", needs_validation(config, data), config.calibrate)
+    if config.feature_cache and config.freeze_backbone:
+        check_writable(Path(config.feature_cache), "feature_cache")
     if not (HEADS[config.head].wants_bank or compares_votes(config, data)):
         for name in ("ood", "continual", "k_eval", "k_ensemble", "adaptive_k"):
             if getattr(config, name):
                 raise BadOption(name, "needs a bank: a head over neighbors, or --compare_votes", getattr(config, name))
-    rows = min(len(data.train), config.bank_cap or len(data.train))
+    rows = rows_in_bank(config, data)
     for name in ("k_train", "k_eval", "k_ensemble"):
         if max(whole_numbers(getattr(config, name), name), default=1) > rows:
             raise BadOption(name, f"must be at most the number of rows in the bank ({rows})", getattr(config, name))
     if config.ood:
+        if config.ood == config.dataset:
+            say("ood: these are the run's own rows")
         foreign_rows(config, data, config.ood, device)
 
 
@@ -121,8 +117,31 @@ def check_neighbors(config: Config, data: dataset.Data) -> None:
         raise BadOption("head", f"{config.head} votes for classes of training rows; there is none of {', '.join(absent[:10])}")
     if config.bank_cap and config.bank_cap < data.num_classes:
         raise BadOption("bank_cap", f"must be at least the number of classes ({data.num_classes})", config.bank_cap)
-    if config.head == "knn" and config.vote == "uniform" and not (config.contrastive_weight or config.freeze_backbone):
-        raise BadOption("vote", "uniform teaches the backbone nothing: use --freeze_backbone or a --contrastive_weight above 0", "uniform")
+    if lost := lost_classes(config, data):
+        raise BadOption("bank_cap", f"keeps no row of {', '.join(lost[:10])}; --bank_evict class-balanced does", config.bank_cap)
+    if votes_only(config) and vote_name(config) == "uniform" and not (config.contrastive_weight or frozen(config)):
+        rule = "uniform teaches the backbone nothing: use --freeze_backbone or a --contrastive_weight above 0"
+        raise BadOption("vote", rule, config.vote)
+    rows, rate = rows_in_bank(config, data), config.neighbor_sample or 1.0
+    if rate < 1 and config.k_train and round(rate * rows) < config.k_train + 2:  # a mixed row leaves out two
+        raise BadOption("neighbor_sample", f"must leave at least k_train + 2 ({config.k_train + 2}) of the bank's {rows} rows", rate)
+
+
+def rows_in_bank(config: Config, data: dataset.Data) -> int:
+    return min(len(data.train), config.bank_cap or len(data.train))
+
+
+def lost_classes(config: Config, data: dataset.Data) -> list[str]:
+    """Classes of which a bank with a cap keeps no row."""
+    if not config.bank_cap:
+        return []
+    labels = torch.from_numpy(data.train.y)[order_in_bank(len(data.train), config.seed)]
+    stays = kept(labels, torch.arange(len(labels)), config.bank_cap, config.bank_evict or "fifo")
+    counts = labels[stays].bincount(minlength=data.num_classes).tolist()
+    return [name for name, count in zip(data.classes, counts, strict=True) if not count]
+
+
+# ---------------------------------------------------------------- the model and its rows
 
 
 def build(config: Config, data: dataset.Data, device: torch.device, *, trained: bool = False) -> Classifier:
@@ -147,10 +166,7 @@ def build(config: Config, data: dataset.Data, device: torch.device, *, trained: 
         **{k: v for k, v in chosen.items() if v is not None},
     )
     backbone: Any = models.build(spec)
-    head_class = HEADS[config.head]
-    known = options_of(head_class)
-    options = {k: v for k, v in dataclasses.asdict(config).items() if k in known and v is not None}
-    head = head_class(backbone.num_features, data.num_classes, **options)
+    head = build_head(config, backbone.num_features, data.num_classes)
     if config.freeze_backbone:
         backbone.requires_grad_(False)
         if not (config.pretrained or trained or config.model == "identity"):
@@ -167,6 +183,21 @@ def build(config: Config, data: dataset.Data, device: torch.device, *, trained: 
         "threads": torch.get_num_threads(),
     }
     return Classifier(backbone, head, data.num_classes, facts).to(device)
+
+
+def build_head(config: Config, num_features: int, num_classes: int) -> Head:
+    head_class = HEADS[config.head]
+    known = options_of(head_class)
+    options = {k: v for k, v in dataclasses.asdict(config).items() if k in known and v is not None}
+    try:
+        return head_class(num_features, num_classes, **options)
+    except BadOption as error:
+        if error.option != "embed_dim" or not config.attention_heads:
+            raise
+        rule = f"must be a multiple of --attention_heads ({config.attention_heads})"
+        if config.embed_dim == 0:
+            raise BadOption("embed_dim", f"0 leaves {num_features} features, whose number {rule}") from None
+        raise BadOption("embed_dim", rule, error.value) from None
 
 
 def start_from(head: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
@@ -200,19 +231,24 @@ def batches(config: Config, data: dataset.Data, part: str, device: torch.device)
 def foreign_rows(config: Config, data: dataset.Data, name: str, device: torch.device) -> Batches:
     """The test rows of another data set as this model reads images: normalized alike, at its size, gray as color."""
     values = {**dataclasses.asdict(config), "dataset": name, "label_noise": None, "imbalance": 1.0}
-    other = load_data(values, data.fitted if data.kind == "table" else None)  # columns in the units of the run
+    try:
+        other = load_data(values, data.fitted if data.kind == "table" else None)  # columns in the units of the run
+    except BadOption as error:
+        raise BadOption("ood", error.rule, error.value) from None
     if other.kind != data.kind or (data.kind == "table" and other.shape != data.shape):
         rule = f"must have rows like those of {data.name} ({data.kind} {data.shape}), not {other.kind} {other.shape}"
         raise BadOption("ood", rule, name)
     split, channels = other.test, data.shape[0]
     if data.kind == "image" and other.shape[0] != channels:
         if other.shape[0] != 1:
-            raise BadOption("ood", f"must have {channels} channels like {data.name}, or 1", f"{name} with {other.shape[0]}")
+            rule = "must have one channel" if channels == 1 else f"must have one channel, or {channels}"
+            raise BadOption("ood", f"{rule}: {data.name} has {channels}", f"{name} with {other.shape[0]}")
         split = dataset.Split(split.x.repeat(channels, 1), split.y)
     shape = input_shape(config, data)
     size = (shape[1], shape[2]) if len(shape) == 3 else None
     alike = dataclasses.replace(other, fitted=data.fitted, flip=data.flip)
-    return Batches(split, alike, batch_size=config.batch_size, device=device, size=size, noise=config.noise, workers=config.workers)
+    reading: dict[str, Any] = dict(batch_size=config.batch_size, noise=config.noise, seed=config.seed, workers=config.workers)
+    return Batches(split, alike, device=device, size=size, **reading)
 
 
 def input_shape(config: Config, data: dataset.Data) -> tuple[int, ...]:
@@ -228,8 +264,8 @@ def one_row(model: Classifier, data: dataset.Data, config: Config, device: torch
         return cost.gflops(model, x)
     with torch.no_grad():
         dim = model.head.embed(model.backbone(x)).shape[1]
-    check_kind(config.index or "auto", dim)
-    rows = max(data.num_classes, 1 + max(whole_numbers([config.k_train, *ks_of(config)], "k_eval")))
+    check_kind("auto" if config.index is None else config.index, dim, rows_in_bank(config, data))
+    rows = max(data.num_classes, 1 + max(config.k_train or 1, *ks_of(config), 1))
     model.head.refresh(stand_in(dim, rows, data.num_classes))
     gflops = cost.gflops(model, x)
     model.head.bank = None
@@ -298,8 +334,9 @@ def with_absolute_paths(given: Mapping[str, Any]) -> dict[str, Any]:
         of_run = Path(weights).is_dir()
         file = checkpoint.file_of(checkpoint.find(weights, flag="pretrained"), "model") if of_run else Path(weights)
         paths["pretrained"] = str(file.resolve())
-    for name in ("dataset", "label_noise"):
-        prefix, colon, path = str(given.get(name) or "").partition(":") if name == "dataset" else ("", "", str(given.get(name) or ""))
+    for name in ("dataset", "ood", "label_noise"):
+        text = str(given.get(name) or "")
+        prefix, colon, path = text.partition(":") if name != "label_noise" else ("", "", text)
         if (colon and prefix in dataset.PREFIXES and path) or ".npz" in path:
             paths[name] = f"{prefix}{colon}{Path(path).resolve()}"
     return {**given, **paths}
@@ -307,6 +344,8 @@ def with_absolute_paths(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_same(data: dataset.Data, facts: Mapping[str, Any]) -> None:
     """The data set must fit a model that exists."""
+    if len(data.shape) == 3 and len(facts["shape"]) == 1:  # the other way round, the encoder of tables says it
+        raise BadOption("dataset", "has images, and the model reads the rows of a table")
     if data.num_classes != len(facts["classes"]):
         raise BadOption("checkpoint", f"is for {len(facts['classes'])} classes, and {data.name} has {data.num_classes}")
     if list(data.classes) != facts["classes"]:

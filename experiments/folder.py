@@ -24,11 +24,11 @@ def check_output(folder: Path, overwrite: bool) -> None:
         raise BadOption("output_dir", "holds a run that did not finish (--resume continues it, --overwrite replaces it)", str(folder))
 
 
-def check_writable(folder: Path) -> None:
+def check_writable(folder: Path, flag: str = "output_dir") -> None:
     """Without writing: the nearest folder that exists must take new entries."""
     there = next(p for p in (folder, *folder.resolve().parents) if p.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise BadOption("output_dir", f"must be a directory that can be written ({there} can't)", str(folder))
+        raise BadOption(flag, f"must be a directory that can be written ({there} can't)", str(folder))
 
 
 @contextlib.contextmanager
@@ -66,4 +66,7 @@ def new_folder(config: Config, overwrite: bool) -> Iterator[Path]:
         if overwrite:  # what an earlier run left must not be taken for this one's
             for stale in [folder / RESULTS, folder / "metrics.jsonl", *(folder / "checkpoints").glob("*/*")]:
                 stale.unlink(missing_ok=True)
+            for stale in (folder / "checkpoints").glob("*"):
+                with contextlib.suppress(OSError):  # a user's own folders in it stay
+                    stale.rmdir()
         yield folder

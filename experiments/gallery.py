@@ -29,7 +29,7 @@ from utils import BadOption
 
 SHOWN, MOST_SHOWN = 8, 100  # neighbors of a query
 MISTAKES, MOST_MISTAKES = 4, 50
-BARS = 12  # in the chart of a query: the classes times the votes
+BARS, MOST_CLASSES = 12, 8  # in the chart of a query: the classes times the votes, but for classes that must be there
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,15 @@ class Voters:
         return self.own.settle(opinions(self.own, questions), questions.facts).exp()
 
     @torch.no_grad()
-    def cases(self, questions: Questions, titles: Sequence[str], rows: Sequence[int | None], truth: Sequence[int | None]) -> list[Case]:
-        """A few queries in full."""
+    def cases(
+        self,
+        questions: Questions,
+        titles: Sequence[str],
+        rows: Sequence[int | None],
+        truth: Sequence[int | None],
+        shown: int = SHOWN,
+    ) -> list[Case]:
+        """A few queries in full; `shown` neighbors of each will be seen."""
         query, prediction = questions.at(slice(None)), self.predict(questions)
         near, weights = query.neighbors, self.knn.weights(query)
         votes = {self.name: self.knn.count(weights, query)}
@@ -108,7 +115,7 @@ class Voters:
                         for n, label, weight, distance in there
                     ],
                     votes={name: [short(p) for p in vote.tolist()] for name, vote in of_classes.items()},
-                    bars=worth_a_bar(torch.stack(list(of_classes.values())), true),
+                    bars=worth_a_bar(torch.stack(list(of_classes.values())), true, [label for _, label, _, _ in there[:shown]]),
                 )
             )
         return found
@@ -136,13 +143,13 @@ def short(value: float) -> float:
     return float(f"{value:.7g}")
 
 
-def worth_a_bar(votes: Tensor, true: int | None) -> list[int]:
-    """Of (votes, C), the prediction last: the predicted and the true class, and those that any vote thinks likely."""
-    prediction, likely = votes[-1], votes.amax(0)
-    likely[prediction.argmax()] += 4
-    if true is not None:
-        likely[true] += 2
-    chosen = likely.argsort(descending=True, stable=True)[: BARS // len(votes)].tolist()
+def worth_a_bar(votes: Tensor, true: int | None, near: Sequence[int] = ()) -> list[int]:
+    """Of (votes, C), the prediction last: the predicted and the true class, those of the neighbors that are seen, the heaviest first,
+    and what else any vote thinks likely."""
+    prediction, likely = votes[-1], votes.amax(0).argsort(descending=True, stable=True).tolist()
+    must = dict.fromkeys([int(prediction.argmax()), *([] if true is None else [true]), *near])
+    count = max(BARS // len(votes), min(len(must), MOST_CLASSES))
+    chosen = list(must | dict.fromkeys(likely))[:count]
     return sorted(chosen, key=lambda c: (-float(prediction[c]), c))
 
 
@@ -182,14 +189,15 @@ def neighbors(options: dict[str, Any]) -> None:
     mistakes = (predicted != target).nonzero()[:, 0]
     mistakes = mistakes[probability[mistakes].argsort(descending=True, stable=True)]
 
+    shown = min(shown, test.index.shape[1])
+
     def of_test(rows: list[int]) -> list[Case]:
         at = torch.tensor(rows, dtype=torch.long, device=target.device)
-        return voters.cases(test.subset(at), [f"row {row} of the test split" for row in rows], rows, target[at].tolist())
+        return voters.cases(test.subset(at), [f"row {row} of the test split" for row in rows], rows, target[at].tolist(), shown)
 
-    first = voters.cases(asked(judge, picked), [picked.title], [None], [None]) if picked.row is None else of_test([picked.row])
+    first = voters.cases(asked(judge, picked), [picked.title], [None], [None], shown) if picked.row is None else of_test([picked.row])
     cases = first + (of_test(mistakes[:most].tolist()) if most and len(mistakes) else [])
     tally = voters.tally(test, target, predicted)
-    shown = min(shown, test.index.shape[1])
     facts = facts_of(judge, voters, picked) | {"shown": shown, "test": summary(tally, predicted == target, probability)}
     make(folder)
     path = folder / f"explain-neighbors-{picked.name}.png"
@@ -304,8 +312,8 @@ def report(facts: dict[str, Any], cases: Sequence[Case], classes: Sequence[str])
     """What a person reads."""
     test, shown = facts["test"], facts["shown"]
     lines = [facts["title"], "", *(f"{note}." for note in facts["notes"]), ""]
-    lines += [f"{'':<28}{'of the true class':>40}"]
-    lines += [f"{'test split':<28}{'rows':>8}{'neighbors':>12}{'weight':>10}{'nearest':>10}{'effective':>12}"]
+    lines += [f"{'':<39}{' of the true class ':-^29}{'effective':>12}"]
+    lines += [f"{'test split':<28}{'rows':>8}{'neighbors':>12}{'weight':>10}{'nearest':>10}{'neighbors':>12}"]
     for name, what in (("all", "all"), ("right", "predicted right"), ("wrong", "predicted wrong")):
         of = test[name]
         parts = (of["neighbors_true"], of["weight_true"], of["nearest_true"])
@@ -318,7 +326,7 @@ def report(facts: dict[str, Any], cases: Sequence[Case], classes: Sequence[str])
         true, guess = step["true"], step["predicted"]
         cells = f"{guess['rows']:>12,}{percent(guess['accuracy']):>11}{percent(guess['confidence']):>12}"
         lines += [f"{f'{low}' if low == high else f'{low} to {high}':<28}{true['rows']:>8,}{percent(true['accuracy']):>12}{cells}"]
-    lines += ["", "effective  neighbors that the weights speak of: exp of their entropy."]
+    lines += ["", "effective neighbors: as many as the weights speak of, exp of their entropy."]
     for i, case in enumerate(cases):
         if i == 1:
             lines += ["", f"---- the most confident of {test['wrong']['rows']:,} mistakes ({len(cases) - 1} shown)"]

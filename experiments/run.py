@@ -80,6 +80,7 @@ def begin(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
 
 
 def resume(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
+    given = with_absolute_paths(given)
     folder = Path(str(action.resume))
     last = folder / "checkpoints" / "last"
     if not (last / checkpoint.INDEX).exists():
@@ -121,6 +122,7 @@ def test(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
     """Rebuilds a model from its checkpoint's own configuration, evaluates it, writes results.json beside it."""
     if not action.checkpoint:
         raise BadOption("test_only", "needs --checkpoint RUN")
+    given = with_absolute_paths(given)
     source = checkpoint.find(action.checkpoint)
     where = Path(given.get("output_dir") or source)
     if (where / "checkpoints").exists():
@@ -142,8 +144,8 @@ def test(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
 def judge_of(again: Rebuilt, folder: Path) -> Judge:
     """The panel of a rebuilt run: as it was saved, or fitted anew where the evaluation differs and the validation rows are the run's."""
     config, facts = again.config, again.facts
-    judge = Judge(config, again.data, again.model, sets_of(config, again.data, again.model, again.device, folder))
     same_rows = again.data.facts["sha256"] == facts["data"]["sha256"]
+    judge = Judge(config, again.data, again.model, sets_of(config, again.data, again.model, again.device, folder if same_rows else None))
     before = Judge(Config(**facts["config"]), again.data, again.model, judge.sets).evaluation()
     stored, bank = again.votes, again.compared
     if stored is not None and (judge.evaluation() != before or not judge.serves(stored)):
@@ -169,12 +171,13 @@ class Rebuilt(NamedTuple):
 def rebuild(path: str, given: Mapping[str, Any]) -> Rebuilt:
     """The evaluated model of a run, a checkpoint folder or a file in it; `given` changes only what may change in a test."""
     tensors, facts = checkpoint.load(checkpoint.find(path), "model", "ema", "bank", "compared", "votes")
-    config = merge(facts["config"], given, flags.FREE_IN_TEST, "checkpoint")
+    config = merge(facts["config"], given, flags.free_in_test(facts["config"], given), "checkpoint")
     load_plugin(config.plugin)
     device = choose_device(config.device)
     data = load_data(dataclasses.asdict(config), facts["fitted"])
     check_same(data, facts)
-    model = build(config, data, device, trained=True)
+    saved = {name: facts["config"].get(name) for name in ("bank_cap", "bank_evict")}  # another cap is for the bank that grows
+    model = build(dataclasses.replace(config, **saved), data, device, trained=True)
     try:
         model.load_state_dict(tensors.get("ema", tensors["model"]))
     except RuntimeError as error:  # a plugin that was edited since

@@ -25,12 +25,14 @@ class Sets(NamedTuple):
     test: AnyBatches
 
 
-def sets_of(config: Config, data: dataset.Data, model: Classifier, device: torch.device, folder: Path) -> Sets:
-    """Training, validation and test rows. `folder` is where the run keeps what it computes once."""
+def sets_of(config: Config, data: dataset.Data, model: Classifier, device: torch.device, folder: Path | None) -> Sets:
+    """Training, validation and test rows. `folder` is the run, which keeps what it computes once; None: these rows are not the run's."""
+
     def images(part: str) -> AnyBatches | None:
         return batches(config, data, part, device)
 
-    kept = Features(config, data, model, device, Path(config.feature_cache or folder / "features")) if config.freeze_backbone else None
+    cache = Path(config.feature_cache) if config.feature_cache else folder / "features" if folder else None
+    kept = Features(config, data, model, device, cache) if config.freeze_backbone else None
     train, val, test = (kept.batches(part) if kept else images(part) for part in ("train", "val", "test"))
     assert train is not None
     assert test is not None
@@ -38,9 +40,10 @@ def sets_of(config: Config, data: dataset.Data, model: Classifier, device: torch
 
 
 class Features:
-    """Features of a frozen backbone, kept on disk with their checksum under the hash of all that they follow from."""
+    """Features of a frozen backbone, kept on disk (if there is a folder) with their checksum under the hash of all that they
+    follow from."""
 
-    def __init__(self, config: Config, data: dataset.Data, model: Classifier, device: torch.device, folder: Path) -> None:
+    def __init__(self, config: Config, data: dataset.Data, model: Classifier, device: torch.device, folder: Path | None) -> None:
         self.config, self.data, self.model, self.device, self.folder = config, data, model, device, folder
         self.weights = digest_of(*(t for _, t in sorted(model.backbone.state_dict().items())))
 
@@ -60,8 +63,8 @@ class Features:
 
     def of(self, name: str, images: Batches, plain: Tensor | None = None, epoch: int = 0) -> Tensor:
         """From disk if they are there, else computed and put there. `plain` stands where an epoch leaves a row out."""
-        folder = self.folder / f"{name}-{self.key(images, epoch if plain is not None else images.view)}"
-        if (folder / checkpoint.INDEX).exists():
+        folder = self.folder and self.folder / f"{name}-{self.key(images, epoch if plain is not None else images.view)}"
+        if folder and (folder / checkpoint.INDEX).exists():
             try:
                 return checkpoint.load(folder)[0]["features"]["x"].to(self.device)
             except BadOption as error:
@@ -76,7 +79,8 @@ class Features:
                 for batch in images.epoch(epoch):
                     with autocast(self.device, self.config.use_amp):
                         found[batch.index] = without_nan(self.model.features(batch).float())
-        checkpoint.save(folder, {"features": {"x": found}}, {"rows": len(found), "of": name})
+        if folder:
+            checkpoint.save(folder, {"features": {"x": found}}, {"rows": len(found), "of": name})
         return found
 
     def key(self, images: Batches, view: int) -> str:

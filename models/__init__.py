@@ -35,7 +35,7 @@ class ModelSpec:
     @property
     def image_size(self) -> tuple[int, int]:
         if len(self.shape) != 3:
-            raise BadOption("model", "must be one for table rows (mlp) with this data set", self.name)
+            raise BadOption("model", "must be one for table rows (mlp; identity for ready-made features) with this data set", self.name)
         return self.shape[1], self.shape[2]
 
 

@@ -236,7 +236,13 @@ def test_find(tmp_path):
     assert find(run) == find(str(run)) == find(run / "checkpoints") == find(best) == find(best / INDEX) == best
     assert find(next(last.glob("model-*"))) == find(last) == find(run, prefer="last") == last
     (best / INDEX).unlink()
-    assert find(run) == last
+    with pytest.raises(BadOption, match=r"^checkpoint lacks checkpoints/best/checkpoint.json, got '.*run'"):
+        find(run)  # not silently other weights
+    assert find(run, prefer="last") == find(last) == last
+    for file in best.iterdir():
+        file.unlink()
+    best.rmdir()
+    assert find(run) == last  # stopped in its first epoch: there never was a best one
 
 
 def test_find_refuses_what_is_no_checkpoint(tmp_path):

@@ -8,7 +8,21 @@ from dataclasses import replace
 
 import pytest
 
-from config import FIELDS, PRESETS, Action, Config, check, kind_of, patch_size_for, read_yaml, resolve, to_yaml
+from config import (
+    FIELDS,
+    FREE_IN_RESUME,
+    FREE_IN_TEST,
+    PRESETS,
+    Action,
+    Config,
+    check,
+    free_in_test,
+    kind_of,
+    patch_size_for,
+    read_yaml,
+    resolve,
+    to_yaml,
+)
 from utils import BadOption
 
 CIFAR, DIGITS, ROWS = (3, 32, 32), (1, 8, 8), (13,)
@@ -126,7 +140,8 @@ def test_a_timm_model_decides_its_own_size_unless_told():
 @pytest.mark.parametrize(
     ("height", "width", "patch"),
     [
-        (32, 32, 4), (224, 224, 16), (8, 8, 1), (28, 28, 2), (14, 14, 1), (15, 15, 3), (384, 384, 32), (48, 80, 8),
+        (32, 32, 4), (224, 224, 16), (8, 8, 1), (28, 28, 4), (14, 14, 2), (15, 15, 3), (64, 64, 8), (96, 96, 8), (64, 80, 8),
+        (384, 384, 32), (48, 80, 8),
         (37, 37, 37),  # a prime side: one patch
         (31, 37, 1),  # nothing but 1 divides both
         (62, 74, 2), (1, 1, 1),
@@ -185,7 +200,24 @@ def test_wrong_yaml_is_one_line(text, rule, tmp_path):
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(BadOption) as caught:
         read_yaml(str(file))
-    assert str(caught.value).startswith(rule)
+    start, got, value = rule.partition(", got")
+    assert str(caught.value).startswith(start)
+    assert str(caught.value).endswith(got + value)
+    assert str(file) in str(caught.value)  # which file of several it is
+
+
+def test_yaml_as_people_write_lists_and_quotes(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("k_eval: [16, 1]\nk_ensemble: 5,10\nK: '9'\nnum_epochs: \"3\"\n")
+    assert read_yaml(str(file)) == {"k_eval": "16,1", "k_ensemble": "5,10", "K": 9, "num_epochs": 3}
+
+
+def test_what_may_change_later():
+    """Validation measures with k, and picks the epoch; the cap of a bank changes what a head is, but for one that grows."""
+    assert not {"k_eval", "k_ensemble", "adaptive_k", "bank_cap"} & FREE_IN_RESUME
+    assert {"k_eval", "k_ensemble", "adaptive_k"} <= FREE_IN_TEST
+    assert free_in_test({"continual": False}, {}) == FREE_IN_TEST == free_in_test({"continual": True}, {"continual": False})
+    assert free_in_test({"continual": False}, {"continual": True}) - FREE_IN_TEST == {"bank_cap", "bank_evict"}
 
 
 def test_yaml_that_is_not_there(tmp_path):

@@ -70,7 +70,7 @@ def trained(here: Path, capsys: pytest.CaptureFixture[str]) -> Path:
         ("--model timm/resnet19", r"--model must be a model that timm has \(did you mean"),
         ("--model mlp", "--model must be one for images"),
         ("--dataset digit", r"--dataset must be one of .*\(did you mean 'digits'\?\), got 'digit'"),
-        ("--dataset iris --model vit", "--model must be one for table rows"),
+        ("--dataset iris --model vit", r"--model must be one for table rows \(mlp; identity for ready-made features\)"),
         ("--dataset npz:none.npz", r"--dataset must be a file that can be read \(No such file or directory\), got '.*none.npz'"),
         ("--dataset folder:none", "--dataset must hold CLASS/"),
         ("--dataset fake(sizes=3)", "fake has no option 'sizes' \\(did you mean 'size'\\?\\)"),
@@ -82,6 +82,7 @@ def trained(here: Path, capsys: pytest.CaptureFixture[str]) -> Path:
         ("--test_only", "--test_only needs --checkpoint RUN"),
         ("--test_only --checkpoint none", "--checkpoint must be a run or a checkpoint that exists, got 'none'"),
         ("--checkpoint none", "--checkpoint goes with --test_only"),
+        ("--test_only --checkpoint run --resume run", "--resume trains on: it does not go with --test_only.*, got 'run'"),
         ("--resume none", "--resume must be a run that holds"),
         ("--config none.yaml", "--config must be a file that can be read"),
         ("--plugin none.py", "--plugin must be a Python file that exists, got 'none.py'"),
@@ -112,9 +113,9 @@ def test_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bad_config_files(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for text, line in (
         ("learning_rate: 1", "--learning_rate|learning_rate is not an option"),
-        ("batchsize: 7", r"batchsize is not an option \(did you mean 'batch_size'\?\)"),
-        ("lr: fast", "--lr must be a number, got 'fast'"),
-        ("num_epochs: 2.5", "--num_epochs must be a whole number, got 2.5"),
+        ("batchsize: 7", r"batchsize is not an option \(did you mean 'batch_size'\?\), in c.yaml"),
+        ("lr: fast", "--lr must be a number, in c.yaml, got 'fast'"),
+        ("num_epochs: 2.5", "--num_epochs must be a whole number, in c.yaml, got 2.5"),
         ("- 1", "--config must hold 'option: value' lines"),
         ("a: [", "--config must be a YAML file"),
     ):

@@ -302,8 +302,17 @@ def test_foreign_tables_keep_their_units(tmp_path: Path) -> None:
     [
         ({"k_train": 89}, "k_train must be at most the number of rows in the bank \\(88\\), got 89"),
         ({"k_eval": "3,99"}, "k_eval must be at most the number of rows in the bank \\(88\\)"),
-        ({"bank_cap": 4}, "k_train must be at most the number of rows in the bank \\(4\\), got 5"),
-        ({"embed_dim": 10}, "embed_dim must be a multiple of the number of attention heads \\(4\\), got 10"),
+        ({"bank_cap": 4, "bank_evict": "class-balanced"}, "k_train must be at most the number of rows in the bank \\(4\\), got 5"),
+        ({"embed_dim": 10}, "embed_dim must be a multiple of --attention_heads \\(4\\), got 10"),
+        ({"embed_dim": 0}, "embed_dim 0 leaves 6 features, whose number must be a multiple of --attention_heads \\(4\\)"),
+        ({"bank_cap": 4}, "bank_cap keeps no row of 1; --bank_evict class-balanced does, got 4"),
+        ({"neighbor_sample": 0.05}, "neighbor_sample must leave at least k_train \\+ 2 \\(7\\) of the bank's 88 rows, got 0.05"),
+        ({"ood": "digitz"}, "ood must be one of .*did you mean 'digits'.*, got 'digitz'"),
+        ({"ood": "iris"}, "ood must have rows like those of"),
+        ({"index": ""}, "index must be one of .* or a FAISS factory string, got ''"),
+        ({"index": "IVF89,Flat"}, "index must have at most as many lists as the bank has rows \\(88\\), not 89"),
+        ({"index": "IVF40,Flat", "bank_cap": 39}, "index must have at most as many lists as the bank has rows \\(39\\), not 40"),
+        ({"index": "PQ4"}, "index must have at most as many values of a code as the bank has rows \\(88\\), not 256"),
         ({"head": "knn", "vote": "uniform", "contrastive_weight": 0.0}, "vote uniform teaches the backbone nothing"),
         ({"head": "knn", "vote": "unifrom"}, "did you mean 'uniform'"),
         ({"head": "attnknn"}, "did you mean 'attn-knn'"),
@@ -323,7 +332,7 @@ def test_foreign_tables_keep_their_units(tmp_path: Path) -> None:
 def test_refused_before_anything_is_trained(given: dict[str, Any], rule: str, tmp_path: Path) -> None:
     with pytest.raises(BadOption, match=rule):
         run({**SMALL, **given, "output_dir": str(tmp_path / "run")}, Action())
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_class_without_training_rows(tmp_path: Path) -> None:

@@ -54,8 +54,20 @@ def test_a_column_that_is_missing_everywhere_stays_zero():
 
 def test_rows_with_other_columns_are_refused():
     encoder = Encoder.fit(table([[1, 2]], [["a"]]))
-    with pytest.raises(BadOption, match=r"^dataset must have the 3 columns that the encoder was fitted on"):
+    rule = "^dataset must have the columns that the model was trained on, 2 of numbers and 1 of categories, not 3 and 0"
+    with pytest.raises(BadOption, match=rule):
         encoder.encode(Table.of(np.zeros((2, 3))))
+    with pytest.raises(BadOption, match=r"^dataset has the rows of a table, and the model reads images"):
+        Encoder.from_json({"mean": [0.5], "std": [0.2]})
+
+
+def test_labels_below_0_are_classes_and_said(tmp_path, capsys):
+    x, y = np.random.default_rng(0).normal(size=(30, 2)), np.arange(30) % 5 - 1
+    np.savez(tmp_path / "d.npz", x_train=x, y_train=y, x_test=x, y_test=np.abs(y))
+    assert load(f"npz:{tmp_path / 'd.npz'}").classes == ("-1", "0", "1", "2", "3")
+    said = capsys.readouterr().err
+    assert "dataset: y_train has labels from -1; every value is a class of its own, -1 too" in said
+    assert "y_test" not in said
 
 
 def test_indexing_a_table_keeps_rows_together():

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import classifiers.bank
 import classifiers.index
 from classifiers.bank import Bank
-from classifiers.index import MISSING, recipe
+from classifiers.index import MISSING, check_kind, recipe
 from tests.classifiers.reference import assert_exact, brute_force, filled
 from utils import BadOption
 
@@ -284,3 +284,43 @@ def test_auto_says_what_it_chose(monkeypatch, capsys):
     bank.search(queries, 3)
     assert "HNSW32 (322 rows" in capsys.readouterr().err
     assert recipe("auto", 501, 7).startswith("IVF")
+
+
+# ---------------------------------------------------------------- factory strings
+
+
+@pytest.mark.parametrize("kind", ["PQ4x4", "IVF8,PQ4x4", "OPQ4,IVF4,PQ4x4", "IVF4,RQ2x4", "HNSW16_PQ4x4", "IVF4,PQ2+2", "PCA8,IVF8,Flat"])
+def test_few_rows_are_said_once_and_not_by_faiss(kind, capfd):
+    """FAISS would print a line for each of its k-means, which OPQ has hundreds of."""
+    check_kind(kind, 16, 300)
+    said = capfd.readouterr()
+    assert len(said.err.splitlines()) == 1
+    assert "from 300 rows (fewer than 39 for each: it may miss neighbors)" in said.err
+    bank = Bank(16, kind=kind)
+    bank.add(torch.randn(300, 16, generator=torch.Generator().manual_seed(0)), torch.arange(300) % 3)
+    assert bank.search(torch.zeros(2, 16), 5).mask.any()
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule"),
+    [
+        ("", "must be one of auto, .* or a FAISS factory string, got ''"),
+        ("IVF301,Flat", r"must have at most as many lists as the bank has rows \(300\), not 301"),
+        ("IVF16,PQ4x9", r"must have at most as many values of a code as the bank has rows \(300\), not 512"),
+        ("OPQ4,IVF4,PQ4x9", r"must have at most as many values of a code as the bank has rows \(300\), not 512"),
+        ("IVF0,Flat", "must have at least one list"),
+        ("IVF8,PQ5", r"FAISS says: The dimension of the vector \(d\) should be a multiple"),
+        ("IVFF", "FAISS says: could not parse index string IVFF"),
+    ],
+)
+def test_a_factory_string_that_does_not_fit_the_rows(kind, rule):
+    with pytest.raises(BadOption, match=rule) as caught:
+        check_kind(kind, 16, 300)
+    assert "::" not in str(caught.value)
+
+
+def test_many_rows_are_not_worth_a_word(capfd):
+    for kind in ("ivf", "ivfpq", "auto", "IVF4,Flat", "HNSW16", "Flat"):
+        check_kind(kind, 16, 300)
+    assert capfd.readouterr() == ("", "")

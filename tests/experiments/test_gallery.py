@@ -233,6 +233,15 @@ def test_classes_worth_a_bar() -> None:
     assert gallery.worth_a_bar(votes[:, :3], 0) == [1, 2, 0]
 
 
+def test_the_classes_of_neighbors_have_a_bar() -> None:
+    """All of the heaviest neighbors' classes, up to 8; then what is likely."""
+    votes = torch.zeros(3, 12)
+    votes[2, 4], votes[2, 1], votes[2, 2] = 0.5, 0.3, 0.2
+    assert gallery.worth_a_bar(votes, None, [9, 9, 8]) == [4, 1, 8, 9]
+    assert gallery.worth_a_bar(votes, 3, [9, 8, 7, 6]) == [4, 3, 6, 7, 8, 9]
+    assert gallery.worth_a_bar(votes, 3, [11, 10, 9, 8, 7, 6, 5, 0]) == [4, 3, 6, 7, 8, 9, 10, 11]
+
+
 def test_missing_neighbors_are_left_out(runs: Path) -> None:
     """A bank may know fewer rows than were asked for: such places weigh nothing and are not listed."""
     _, judge = known(runs / "attn")

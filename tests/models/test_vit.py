@@ -134,7 +134,8 @@ def test_heads_must_divide_the_width():
 
 
 def test_tables_and_images_are_not_mixed_up():
-    with pytest.raises(BadOption, match=r"^model must be one for table rows \(mlp\) with this data set, got 'vit'$"):
+    tables = r"^model must be one for table rows \(mlp; identity for ready-made features\) with this data set, got 'vit'$"
+    with pytest.raises(BadOption, match=tables):
         build(ModelSpec(**{**SMALL, "shape": (13,)}))
     with pytest.raises(BadOption, match=r"^model must be one for images \(vit, timm/NAME\) with this data set, got 'mlp'$"):
         build(ModelSpec(**{**SMALL, "name": "mlp"}))

@@ -138,7 +138,7 @@ def _give_cifar_stem(model: Any) -> bool:
 
 
 def load_matching(model: nn.Module, path: str) -> None:
-    """Weights from a safetensors file where names and shapes match; says what was left out, refuses if nothing matches."""
+    """Weights from a safetensors file where names and shapes match; says what was left out, refuses if most of it is."""
     read_shapes(path)  # its errors
     found: dict[str, Tensor] = {k.removeprefix("backbone."): v for k, v in load_file(path).items() if not k.startswith("head.")}
     own = model.state_dict()
@@ -149,7 +149,7 @@ def load_matching(model: nn.Module, path: str) -> None:
 
 def _tell_matches(own: set[str], found: set[str], path: str) -> None:
     both = own & found
-    if not both:
-        raise BadOption("pretrained", "must hold weights of this model (no name and shape matches)", path)
+    if 2 * len(both) < len(own):  # what little fits would start a model of almost random weights
+        raise BadOption("pretrained", f"must hold weights of this model ({len(both)} of {len(own)} tensors match by name and shape)", path)
     left = sorted(own ^ found)
     say(f"pretrained: {len(both)} of {len(own)} tensors from {path}" + (f"; not matched: {', '.join(left[:6])}" if left else ""))

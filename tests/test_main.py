@@ -173,7 +173,7 @@ def test_bad_checkpoints(trained: Path, here: Path, capsys: pytest.CaptureFixtur
 
 def test_bad_pretrained_weights(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_file({"other.weight": torch.zeros(3)}, str(here / "other.safetensors"))
-    assert "no name and shape matches" in refused([*FAKE, "--pretrained", "other.safetensors"], capsys)
+    assert "tensors match by name and shape" in refused([*FAKE, "--pretrained", "other.safetensors"], capsys)
     (here / "cut.safetensors").write_bytes((here / "other.safetensors").read_bytes()[:20])
     assert "undamaged .safetensors" in refused([*FAKE, "--pretrained", "cut.safetensors"], capsys)
 

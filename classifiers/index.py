@@ -258,7 +258,7 @@ def _reason(error: Exception) -> str:
 # ---------------------------------------------------------------- what an index learns
 
 
-def learned(index: Any) -> Iterator[tuple[Any, int, str]]:
+def clusterings(index: Any) -> Iterator[tuple[Any, int, str]]:
     """What k-means finds in an index, and in those inside of it: its settings, how many centroids, and what these are.
 
     NOTE: parts belong to the index that they are parts of. One whose owner is gone crashes.
@@ -272,14 +272,14 @@ def learned(index: Any) -> Iterator[tuple[Any, int, str]]:
     if hasattr(index, "nlist") and ord(index.quantizer_trains_alone) != 1:
         yield index.cp, index.nlist, "lists"
     elif hasattr(index, "nlist"):
-        yield from learned(index.quantizer)
+        yield from clusterings(index.quantizer)
     for codes in (getattr(index, name) for name in ("pq", "refine_pq") if hasattr(index, name)):
         yield codes.cp, 1 << codes.nbits, "values of a code"
     if hasattr(index, "rq"):
         yield index.rq.cp, 1 << int(max(faiss.vector_to_array(index.rq.nbits))), "values of a code"
     for name in ("index", "base_index", "storage", "q1"):
         if getattr(index, name, None) is not None:
-            yield from learned(getattr(index, name))
+            yield from clusterings(getattr(index, name))
 
 
 def without_warnings(index: Any) -> list[Any]:
@@ -294,7 +294,7 @@ def without_warnings(index: Any) -> list[Any]:
         if isinstance(step, faiss.OPQMatrix) and step.pq is None:  # it would make one of its own, out of reach
             made.append(faiss.ProductQuantizer(step.d_out, step.M, 8))
             step.pq = made[-1]
-    for settings, _, _ in learned(index):
+    for settings, _, _ in clusterings(index):
         settings.min_points_per_centroid = 1
     return made
 
@@ -313,7 +313,7 @@ def check_kind(kind: str, dim: int, rows: int | None = None) -> None:
     if rows is None:
         return
     made = without_warnings(index)
-    counts = [(count, what) for _, count, what in learned(index)]
+    counts = [(count, what) for _, count, what in clusterings(index)]
     del made
     most, what = max(counts, default=(1, ""))
     if any(count < 1 for count, _ in counts):

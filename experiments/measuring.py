@@ -159,8 +159,7 @@ class Judge:
         if self.asker is not None:
             views = [view.top(self.asker.k) for view in views]
         variants = self.variants(views)
-        order = ("raw", "calibrated", "raw_tta", "calibrated_tta")
-        own = [v for v in order if v in variants and (self.calibrated or not v.startswith("calibrated"))]  # the last: its answer
+        own = [v for v in variants if self.calibrated or not v.startswith("calibrated")]  # the last is the model's answer
         of_own = {v: scores(variants[v][self.panel.main], target) for v in own}
         predicted = variants[own[-1]][self.panel.main].argmax(1)
         found: dict[str, Any] = {
@@ -170,7 +169,7 @@ class Judge:
         }
         if self.asker is not None:
             voters = {n: {v: scores(variants[v][n], target) for v in variants} for n in self.panel.raw}
-            found["votes"] = {**self.how(views[0]), **self.kept_out(voters)}
+            found["votes"] = {**self.circumstances(views[0]), **self.kept_out(voters)}
             if len(ks) > 1:
                 of_k = self.panel.by_k(plain, ks)
                 found["votes"]["by_k"] = {name: {k: six(of_k[k][name], target) for k in ks} for name in of_k[ks[0]]}
@@ -180,14 +179,14 @@ class Judge:
                 found["continual"] = {"before": scores(self.vote(views[0]), target), **self.grow(plain.features, target)}
         return found
 
-    def how(self, questions: Questions) -> dict[str, Any]:
+    def circumstances(self, questions: Questions) -> dict[str, Any]:
         """What the votes rest on."""
         asker, panel = self.asker, self.panel
         assert asker is not None
         assert asker.bank is not None
         found = {"k": asker.k, "ensemble": list(asker.ensemble), "bank": len(asker.bank), "calibrate": self.mode}
         found["with_prior"] = [name for name, voter in panel.raw.items() if any(isinstance(part, Prior) for part in voter.modules())]
-        found["late"] = [name for name in panel.raw if name == "attention" and not self.model.head.learned]
+        found["trained_afterwards"] = [name for name in panel.raw if name == "attention" and not self.model.head.learned]
         own = (panel.raw if self.mode == "none" else panel.calibrated)[panel.main]
         if isinstance(own, Mixture):
             found["lambda"] = own.share.item()
@@ -198,12 +197,12 @@ class Judge:
 
     def variants(self, views: list[Questions]) -> dict[str, dict[str, Tensor]]:
         """Log-probabilities of each voter as trained and calibrated, of the rows as they are and averaged over views."""
-        found = {}
-        for name in ("raw", "calibrated")[: 1 + (self.mode != "none")]:
-            of_view = [self.panel.log_probs(view, calibrated=name == "calibrated") for view in views]
-            found[name] = of_view[0]
-            if len(views) > 1:
-                found[f"{name}_tta"] = {voter: averaged([of[voter] for of in of_view]) for voter in of_view[0]}
+        names = ("raw", "calibrated")[: 1 + (self.mode != "none")]
+        of_views = {name: [self.panel.log_probs(view, calibrated=name == "calibrated") for view in views] for name in names}
+        found = {name: of_views[name][0] for name in names}
+        if len(views) > 1:
+            for name, several in of_views.items():
+                found[f"{name}_tta"] = {voter: averaged([of[voter] for of in several]) for voter in several[0]}
         return found
 
     def vote(self, questions: Questions) -> Tensor:

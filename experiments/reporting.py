@@ -100,8 +100,8 @@ def remarks(results: dict[str, Any]) -> list[str]:
     lines = []
     if plain := [name for name in variants if name not in votes["with_prior"] and name in ("uniform", "distance")]:
         lines.append(f"as trained, {' and '.join(plain)} have no prior: k neighbors of one class leave nothing to the others")
-    if votes["late"]:
-        lines.append(f"{', '.join(votes['late'])}: trained on rows of the bank, without themselves, once the model was done")
+    if votes["trained_afterwards"]:
+        lines.append(f"{', '.join(votes['trained_afterwards'])}: trained on rows of the bank, without themselves, once the model was done")
     if "lambda" in votes:
         lines.append(f"mixture: {votes['lambda']:.2f} of the vote, {1 - votes['lambda']:.2f} of the linear head")
     if "neighbors" in votes:

@@ -1,9 +1,27 @@
-"""For all tests: no more than two threads, so that numbers and times are alike wherever they run."""
+"""For all tests: no more than two threads, so that numbers and times are alike wherever they run; what a run sets is set back."""
 
 import os
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as main.py has it; read when torch loads
 
+import pytest
 import torch
 
+from models import cost
+
 torch.set_num_threads(min(2, torch.get_num_threads()))
+
+
+@pytest.fixture(autouse=True)
+def not_deterministic_for_others():
+    """A run with --deterministic sets it for the whole process."""
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="module")
+def without_a_stopwatch():
+    """Throughput is measured for half a second in every run; for tests that do not ask for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cost, "rows_per_second", lambda model, x: 1.0)
+        yield

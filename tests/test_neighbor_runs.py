@@ -22,12 +22,6 @@ from utils import BadOption
 SMALL: dict[str, Any] = {**TINY, "head": "attn-knn", "embed_dim": 8, "k_train": 5, "num_epochs": 3}
 
 
-@pytest.fixture(autouse=True)
-def not_deterministic_for_others():
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 class Counting(AttnKnnHead):
     """Counts how often it is handed a bank in training; sends nothing, changes nothing."""
 

@@ -16,12 +16,12 @@ from classifiers import HEADS, AttnKnnHead
 from classifiers.knn import NeighborHead
 from config import Action
 from experiments.run import run
-from models import cost
 from optimization import make_optimizer
 from tests.test_run import TINY, assert_same
 from tests.test_train import CLASSES, batches, classifier, configured, state
 from train_eval import Classifier, Stopped, remember
 
+pytestmark = pytest.mark.usefixtures("without_a_stopwatch")
 EMBEDDING: dict[str, Any] = {"embed_dim": 6, "k_train": 5}
 EXTRAS = {"neighbor_self_attention": True, "prototypes": True, "label_bias": True, "values": "tabr"}
 KINDS: dict[str, dict[str, Any]] = {
@@ -142,19 +142,10 @@ class Interrupted(AttnKnnHead):
 HEADS.register("interrupted")(Interrupted)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def without_a_stopwatch():
-    """Throughput is measured for half a second in every run; nobody asks for it here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cost, "rows_per_second", lambda model, x: 1.0)
-        yield
-
-
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
     yield
     Interrupted.at = -1
-    torch.use_deterministic_algorithms(False)
 
 
 # 88 rows: 8 batches an epoch, and round(0.37 * 8) = 3 between refreshes. With --calibrate none the panel has nothing to fit.

@@ -54,8 +54,6 @@ HEADS.register("signalling")(Signalling)
 @pytest.fixture(autouse=True)
 def disarmed():
     Signalling.arm(0, -1)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 import checkpoint
-from classifiers import bank as banks
 from classifiers.panel import Panel
 from classifiers.voters import NeighborVoter, Query, Questions
 from config import Action
@@ -21,27 +20,13 @@ from experiments import measuring
 from experiments.measuring import Judge
 from experiments.run import Rebuilt, judge_of, rebuild, run
 from experiments.sets import Sets
-from models import cost
 from tests.test_run import TINY
 from train_eval import features_of
 
+pytestmark = pytest.mark.usefixtures("without_a_stopwatch")
 LEAST = np.finfo(np.float32).eps  # what a vote without a prior says of a class that no neighbor has
 SMALL: dict[str, Any] = {**TINY, "num_epochs": 1}
 EMBEDDED: dict[str, Any] = {**SMALL, "embed_dim": 8, "k_train": 5}
-
-
-@pytest.fixture(autouse=True)
-def not_deterministic_for_others():
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def without_a_stopwatch():
-    """Throughput is measured for half a second in every run; nobody asks for it here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cost, "rows_per_second", lambda model, x: 1.0)
-        yield
 
 
 def options(head: str) -> dict[str, Any]:
@@ -376,56 +361,3 @@ def test_averaged_views_are_the_mean_of_the_probabilities_of_each(head: str, tmp
             assert scores["nll"] == pytest.approx(-mean[torch.arange(len(mean)), target].log().mean().item(), rel=1e-4)
             assert scores["brier"] == pytest.approx((mean - torch.eye(3)[target]).square().sum(1).mean().item(), rel=1e-4)
     assert results["test"] == results["votes"]["voters"][panel.main]["calibrated_tta"]
-
-
-# ---------------------------------------------------------------- approximate indexes
-
-
-MANY: dict[str, Any] = {**EMBEDDED, "dataset": "fake(train=340, test=23, size=8, classes=3)", "head": "attn-knn", "calibrate": "none"}
-
-
-@pytest.mark.parametrize(("index", "text"), [("hnsw", "HNSW32"), ("ivf", "IVF7,Flat"), ("IVF5,Flat", "IVF5,Flat")])
-def test_a_run_through_an_approximate_index(index: str, text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: set[str] = set()
-    propose = banks.Proposer.propose
-
-    def watched(proposer: banks.Proposer, queries: Tensor, count: int, live: int) -> Tensor:
-        asked.add(proposer.text)
-        return propose(proposer, queries, count, live)
-
-    monkeypatch.setattr(banks.Proposer, "propose", watched)
-    folder = tmp_path / "run"
-    results = run({**MANY, "index": index, "output_dir": str(folder)}, Action())
-    again, judge, sets = opened(folder)
-    bank, n = again.model.head.bank, len(again.data.train)
-    assert bank is not None
-    assert (bank.kind, len(bank), results["votes"]["bank"]) == (index, n, n)
-    asked.clear()
-    questions = judge.ask(sets.test)
-    left_out, _ = judge.left_out(judge.asker) if judge.asker is not None else (None, None)
-    assert asked == {text}
-    rows, labels = stored_bank(folder)
-    assert (labels == again.data.train.y).all()
-    for found in (questions, left_out):
-        assert found is not None
-        ids = found.index.numpy()
-        assert ids.shape[1] == 5
-        assert ids.min() >= 0
-        assert ids.max() < n
-        assert all(len(set(row)) == 5 for row in ids.tolist())
-        exact = ((found.embedding.double().numpy()[:, None] - rows[ids]) ** 2).sum(2)
-        np.testing.assert_allclose(found.distance, exact, rtol=1e-4, atol=1e-6)
-        assert (np.diff(found.distance) >= 0).all()
-    recall = np.mean(questions.index.numpy()[..., None] == nearest(rows, questions.embedding.double().numpy(), 5)[1][:, None]) * 5
-    assert recall > 0.8
-    assert left_out is not None
-    assert not (left_out.index == torch.arange(n)[:, None]).any()
-
-
-@pytest.mark.parametrize("index", ["ivf", "IVF5,Flat"])
-def test_testing_again_through_lists_gives_the_same_numbers(index: str, tmp_path: Path) -> None:
-    results = run({**MANY, "index": index, "output_dir": str(tmp_path / "run")}, Action())
-    again = evaluated(tmp_path / "run", tmp_path / "again")
-    kept = json.loads((tmp_path / "run" / "results.json").read_text())
-    assert again["test"] == kept["test"] == results["test"]
-    assert again["votes"] == kept["votes"]

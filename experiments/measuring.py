@@ -22,7 +22,6 @@ from classifiers.metrics import auroc, confusion_matrix, detailed
 from classifiers.neighbor_attention import NeighborAttention
 from classifiers.panel import Panel, asker_for, averaged, panel_beside, panel_of
 from classifiers.voters import HeadVoter, Mixture, NeighborVoter, Questions
-from classifiers.votes import Prior
 from config import Config
 from dataset import Data
 from experiments.building import DEFAULT_K, batches, compares_votes, foreign_rows, ks_of
@@ -185,7 +184,7 @@ class Judge:
         assert asker is not None
         assert asker.bank is not None
         found = {"k": asker.k, "ensemble": list(asker.ensemble), "bank": len(asker.bank), "calibrate": self.mode}
-        found["with_prior"] = [name for name, voter in panel.raw.items() if any(isinstance(part, Prior) for part in voter.modules())]
+        found["without_prior"] = [name for name, voter in panel.raw.items() if isinstance(voter, NeighborVoter) and voter.prior is None]
         found["trained_afterwards"] = [name for name in panel.raw if name == "attention" and not self.model.head.learned]
         own = (panel.raw if self.mode == "none" else panel.calibrated)[panel.main]
         if isinstance(own, Mixture):

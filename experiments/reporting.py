@@ -96,10 +96,9 @@ def votes_table(votes: dict[str, Any]) -> list[str]:
 
 def remarks(results: dict[str, Any]) -> list[str]:
     """What must be known to read the votes."""
-    votes, variants = results["votes"], results["votes"]["voters"]
-    lines = []
-    if plain := [name for name in variants if name not in votes["with_prior"] and name in ("uniform", "distance")]:
-        lines.append(f"as trained, {' and '.join(plain)} have no prior: k neighbors of one class leave nothing to the others")
+    votes, lines = results["votes"], []
+    if names := votes["without_prior"]:
+        lines.append(f"as trained, without a prior: {', '.join(names)} (k neighbors of one class leave nothing to the others)")
     if votes["trained_afterwards"]:
         lines.append(f"{', '.join(votes['trained_afterwards'])}: trained on rows of the bank, without themselves, once the model was done")
     if "lambda" in votes:

@@ -86,7 +86,7 @@ def test_without_calibration_the_linear_head_has_one_column_and_its_views(tmp_pa
 
 def test_the_table_says_what_must_be_known_to_read_it(finished: Path, tmp_path: Path) -> None:
     text = table(evaluated(finished, tmp_path, adaptive_k=True), tmp_path)
-    assert "as trained, uniform and distance have no prior" in text
+    assert "as trained, without a prior: uniform, distance (" in text
     assert "once the model was done" not in text  # the attention is the head's own
     results = evaluated(finished, tmp_path, calibrate="temperature")  # leaves lambda as it was
     assert results["votes"]["lambda"] == pytest.approx(0.5)

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from dataset import Data, Split
-from utils import BadOption, mix, uniforms
+from utils import BadOption, fold_in, uniforms
 
 ORDER, AUGMENT, NOISE, MIX, VIEW, BANK = range(10, 16)  # names of the random streams
 CROP_SCALE, CROP_RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
@@ -69,7 +69,7 @@ class AnyBatches(ABC):
 
     def order(self, epoch: int) -> np.ndarray:
         n = len(self.split)
-        return np.random.default_rng(mix(self.seed, ORDER, epoch)).permutation(n) if self.train else np.arange(n)
+        return np.random.default_rng(fold_in(self.seed, ORDER, epoch)).permutation(n) if self.train else np.arange(n)
 
     def parts(self, epoch: int, start: int = 0) -> list[np.ndarray]:
         """Row numbers of each batch."""
@@ -168,7 +168,7 @@ class Batches(AnyBatches):
         if not self.view or self.files:  # image files were cropped by their worker, which has more of the image
             return x
         border = border_of(x)
-        draws = uniforms(mix(self.seed, VIEW, self.view), rows, 3)  # (B, 3)
+        draws = uniforms(fold_in(self.seed, VIEW, self.view), rows, 3)  # (B, 3)
         # Padded a batch at a time: there are several views, and the whole set once more for each would not fit.
         return cropped(F.pad(x, (border,) * 4), torch.arange(len(x), device=x.device), draws, border, self.data.flip)
 
@@ -178,7 +178,7 @@ class Batches(AnyBatches):
         assert self.x is not None
         if not self.border:
             return self.x[index]
-        return cropped(self.x, index, uniforms(mix(self.seed, AUGMENT, epoch), rows, 3), self.border, self.data.flip)
+        return cropped(self.x, index, uniforms(fold_in(self.seed, AUGMENT, epoch), rows, 3), self.border, self.data.flip)
 
     def _finish(self, x: Tensor, rows: np.ndarray, epoch: int) -> Tensor:
         """Normalize, add noise, resize. Normalizing first is the same (resizing averages) and has fewer pixels to touch."""
@@ -187,7 +187,7 @@ class Batches(AnyBatches):
         x = x.float().mul_(self.scale).add_(self.shift)
         if self.noise:
             # NOTE: test and validation images get the same noise in every epoch, or epochs could not be compared.
-            seed = mix(self.seed, NOISE, epoch if self.train else 0)
+            seed = fold_in(self.seed, NOISE, epoch if self.train else 0)
             noise = normals(seed, rows, x[0].numel(), self.device).view_as(x).mul_(self.noise / self.std)
             # NOTE: noise moves with its image: were it fresh in every view, the mean over views would undo it. Crops of image
             # files are the exception, being made of pixels that view 0 never had.
@@ -200,9 +200,9 @@ class Batches(AnyBatches):
 
     def _stream(self, epoch: int, parts: list[np.ndarray]) -> Iterator[Tensor | BadOption]:
         side = (self.size or self.data.shape[1:])[0]
-        crop = Crop(mix(self.seed, AUGMENT, epoch), self.data.flip, CROP_SCALE) if self.augment else None
+        crop = Crop(fold_in(self.seed, AUGMENT, epoch), self.data.flip, CROP_SCALE) if self.augment else None
         if self.view and not self.mirrored:
-            crop = Crop(mix(self.seed, VIEW, self.view), self.data.flip, VIEW_SCALE)
+            crop = Crop(fold_in(self.seed, VIEW, self.view), self.data.flip, VIEW_SCALE)
         loader: DataLoader[Any] = DataLoader(
             _Files(self.split.x, side, crop),
             batch_sampler=[part.tolist() for part in parts],

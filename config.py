@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from utils import BadOption, nearest
+from utils import BadOption, did_you_mean
 
 Rule = tuple[Callable[[Any], bool], str]
 
@@ -250,7 +250,7 @@ def check(values: Mapping[str, Any], *owners: type) -> None:
     known = {f.name: f for owner in owners for f in dataclasses.fields(owner)}
     for name, value in values.items():
         if name not in known:
-            raise BadOption(str(name), f"is not an option{nearest(str(name), known)}")
+            raise BadOption(str(name), f"is not an option{did_you_mean(str(name), known)}")
         if value is None:
             continue
         kind, meta = kind_of(known[name]), known[name].metadata
@@ -259,7 +259,7 @@ def check(values: Mapping[str, Any], *owners: type) -> None:
         if isinstance(value, float) and not math.isfinite(value):
             raise BadOption(name, "must be a number", value)
         if meta["choices"] and value not in meta["choices"]:
-            raise BadOption(name, f"must be one of {', '.join(meta['choices'])}{nearest(str(value), meta['choices'])}", value)
+            raise BadOption(name, f"must be one of {', '.join(meta['choices'])}{did_you_mean(str(value), meta['choices'])}", value)
         if meta["rule"] and not meta["rule"][0](value):
             raise BadOption(name, meta["rule"][1], value)
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from sources import Encoder, Source, Table, no_empty_folders, read_adult, read_csv, read_folder, read_npz, read_wine_quality
-from utils import BadOption, Call, Registry, check_options, mix, parse_call
+from utils import BadOption, Call, Registry, check_options, fold_in, parse_call
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 FILE_SIZE = 224  # image files have many sizes; the model sees this one unless --resize says otherwise
@@ -73,15 +73,15 @@ def load(
     labels, classes = _number_classes(source, name)
     kind = _kind(source.x_train)
     everything = np.arange(len(labels["train"]))
-    val_rows = np.empty(0, np.int64) if source.x_val is not None else stratified(labels["train"], val_fraction, mix(seed, 1))
+    val_rows = np.empty(0, np.int64) if source.x_val is not None else stratified(labels["train"], val_fraction, fold_in(seed, 1))
     train_rows = np.setdiff1d(everything, val_rows)
     for part, rows, least in (("training", len(train_rows), 2), ("test", len(labels["test"]), 1)):
         if rows < least:
             raise BadOption("dataset", f"must leave at least {least} {part} row{'s'[: least - 1]} after the splits ({rows} left)", name)
     if imbalance < 1:
-        train_rows = train_rows[long_tail(labels["train"][train_rows], imbalance, len(classes), mix(seed, 2))]
+        train_rows = train_rows[long_tail(labels["train"][train_rows], imbalance, len(classes), fold_in(seed, 2))]
     clean = labels["train"][train_rows]
-    noisy = noisy_labels(label_noise, clean, train_rows, everything.size, classes, source.confusable, mix(seed, 3))
+    noisy = noisy_labels(label_noise, clean, train_rows, everything.size, classes, source.confusable, fold_in(seed, 3))
 
     if ready and kind == "table":
         fitted = fitted or _as_they_are(source, name)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 import config as flags
-from utils import BadOption, Halt, say
+from utils import BadOption, Halt, parse_whole_number, say
 
 # Read when torch loads. Threads that wait by spinning for long are a little faster alone, and many times slower where another
 # process wants the cores too.
@@ -65,13 +65,6 @@ Text = str | None
 Plugin = Annotated[Text, typer.Option(help=flags.FIELDS["plugin"].metadata["help"], metavar="TEXT")]
 
 
-def whole(name: str, text: str) -> int:
-    """A whole number of at least 1 that came as text."""
-    if not text.isdecimal() or int(text) < 1:
-        raise BadOption(name, "must be a whole number of at least 1", text)
-    return int(text)
-
-
 def list_(
     what: Annotated[str, typer.Argument(help="layers, models, heads, datasets, or all of them", metavar="[WHAT]")] = "all",
     d_hidden: Annotated[str, typer.Option("--d_hidden", help="width of a token", metavar="INT")] = "192",
@@ -84,7 +77,7 @@ def list_(
 ) -> None:
     """What there is: layers, models, heads and data sets, with options, parameters and measured cost."""
     sizes = dict(d_hidden=d_hidden, num_heads=num_heads, image_size=image_size, patch_size=patch_size, batch_size=batch_size)
-    numbers = {name: whole(name, text) for name, text in sizes.items()}
+    numbers = {name: parse_whole_number(name, text, 1) for name, text in sizes.items()}
     from experiments.listing import show
 
     show(what, filter, plugin, **numbers)

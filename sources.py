@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from utils import BadOption, nearest, say
+from utils import BadOption, did_you_mean, say
 
 IMAGE_FILES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
 MISSING = frozenset({"", "?", "na", "nan", "null", "none"})
@@ -166,7 +166,7 @@ def read_csv(path: Path, target: str) -> tuple[Table, np.ndarray]:
     """A CSV file with a header; a column is numeric if every value in it is a number or missing."""
     header, rows = _rows(path)
     if target not in header:
-        raise BadOption("dataset", f"has no column {target!r}{nearest(target, header)}; it has {', '.join(header[:20])}", str(path))
+        raise BadOption("dataset", f"has no column {target!r}{did_you_mean(target, header)}; it has {', '.join(header[:20])}", str(path))
     if len(header) < 2:
         raise BadOption("dataset", f"must have columns besides {target!r}", str(path))
     columns = list(zip(*rows, strict=True))  # by place: two of one name are two columns

@@ -26,7 +26,7 @@ from classifiers import Bank, Head, metrics
 from config import Config
 from optimization import Average, Schedule, make_optimizer
 from progress import Log, Stop
-from utils import Halt, mix
+from utils import Halt, fold_in
 
 
 class Classifier(nn.Module):
@@ -181,7 +181,7 @@ def remember(model: Classifier, rows: AnyBatches, use_amp: bool = False) -> None
 
 def order_in_bank(rows: int, seed: int) -> Tensor:
     """Of a bank with a cap, where who comes last stays: that must not depend on the order of a file."""
-    return torch.from_numpy(np.random.default_rng(mix(seed, BANK)).permutation(rows))
+    return torch.from_numpy(np.random.default_rng(fold_in(seed, BANK)).permutation(rows))
 
 
 class Memory:
@@ -266,7 +266,7 @@ class State:
         rows = sum(len(batch) for batch in group)
         loss_of_group = 0.0
         for batch in group:
-            draw = mix(config.seed, MIX, place.epoch, place.batch)
+            draw = fold_in(config.seed, MIX, place.epoch, place.batch)
             batch = mixed(batch, self.model.num_classes, config.mixup_alpha, config.cutmix_alpha, draw)
             with autocast(self.device, config.use_amp):
                 terms = self.model.head.loss(self.model.features(batch), batch.target, batch.index)

@@ -51,20 +51,38 @@ class Halt(RuntimeError):
         self.exit_code = exit_code
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """' (did you mean X?)' for a name that is nearly one of `known`, else ''."""
     folded = {k.lower(): k for k in known}
     match = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.5)
     return f" (did you mean {folded[match[0]]!r}?)" if match else ""
 
 
-def one_of(value: str, choices: Iterable[str], option: str) -> str:
+# ---------------------------------------------------------------- checks of values
+
+
+def one_of(option: str, value: str, choices: Iterable[str]) -> str:
     if value not in choices:
-        raise BadOption(option, f"must be one of {', '.join(choices)}{nearest(value, choices)}", value)
+        raise BadOption(option, f"must be one of {', '.join(choices)}{did_you_mean(str(value), choices)}", value)
     return value
 
 
-def whole_numbers(value: Any, option: str) -> tuple[int, ...]:
+def whole_number(option: str, value: Any, least: int, most: int | None = None) -> int:
+    """A whole number within bounds. Text is none: what was typed goes through `parse_whole_number`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
+        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise BadOption(option, f"must be a whole number {bounds}", value)
+    return value
+
+
+def parse_whole_number(option: str, text: str, least: int, most: int | None = None) -> int:
+    try:
+        return whole_number(option, int(text) if text.isdecimal() and len(text) < 20 else text, least, most)
+    except BadOption as error:
+        raise BadOption(option, error.rule, text) from None
+
+
+def whole_numbers(option: str, value: Any) -> tuple[int, ...]:
     """Whole numbers of at least 1 from "5,10,20", a number, or a sequence; none from None."""
     if value is None:
         return ()
@@ -152,7 +170,7 @@ class Registry(Generic[T]):
 
     def __getitem__(self, name: str) -> T:
         if name not in self._parts:
-            raise BadOption(self.flag, f"must be one of {', '.join(self._parts)}{nearest(name, self._parts)}", name)
+            raise BadOption(self.flag, f"must be one of {', '.join(self._parts)}{did_you_mean(name, self._parts)}", name)
         return self._parts[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -184,7 +202,7 @@ def check_options(name: str, part: Callable[..., Any], options: Mapping[str, Any
     known = _parameters(part)
     for option, value in options.items():
         if option not in known:
-            raise BadOption(name, f"has no option {option!r}{nearest(option, known)}; it has {', '.join(known) or 'none'}")
+            raise BadOption(name, f"has no option {option!r}{did_you_mean(option, known)}; it has {', '.join(known) or 'none'}")
         hint = known[option].annotation
         words = {w.strip() for w in (hint if isinstance(hint, str) else getattr(hint, "__name__", "")).split("|")}
         if value is None and "None" in words:
@@ -212,7 +230,7 @@ def first_line(part: Any) -> str:
 # ---------------------------------------------------------------- randomness
 
 
-def mix(*words: int) -> int:
+def fold_in(*words: int) -> int:
     """Integers to one 63-bit seed: a stream of its own for each (seed, epoch, ...)."""
     state = 0
     for word in words:
@@ -232,7 +250,7 @@ def uniforms(seed: int, rows: Any, draws: int) -> Any:
     import numpy as np
 
     counter: np.ndarray = np.asarray(rows, np.uint64)[:, None] * np.uint64(draws) + np.arange(draws, dtype=np.uint64)  # (rows, draws)
-    state: np.ndarray = (counter + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(mix(seed))
+    state: np.ndarray = (counter + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(fold_in(seed))
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         state = (state ^ (state >> np.uint64(shift))) * np.uint64(factor)
     return ((state ^ (state >> np.uint64(31))) >> np.uint64(40)).astype(np.float32) / np.float32(1 << 24)

@@ -72,7 +72,7 @@ class Bank:
         if cap is not None and cap < 1:
             raise BadOption("cap", "must be at least 1", cap)
         check_kind(kind, dim)
-        self.dim, self.kind, self.cap, self.evict = dim, kind, cap, one_of(evict, EVICTIONS, "evict")
+        self.dim, self.kind, self.cap, self.evict = dim, kind, cap, one_of("evict", evict, EVICTIONS)
         self._size = self._next_id = self._next_birth = 0
         self._rows = torch.empty(0, dim)  # each of these has room to grow: only the first _size slots are rows
         self._labels, self._ids, self._births = (torch.empty(0, dtype=torch.long) for _ in range(3))

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from classifiers.voters import HeadVoter, NeighborVoter, Questions, Voter
-from utils import mix, one_of
+from utils import fold_in, one_of
 
 MODES = ("none", "head", "temperature")
 SPREADS = (0.1, 0.3, 1.0)  # how far parameters may go; the first hardly lets them
@@ -34,7 +34,7 @@ def opinions(voter: Voter, questions: Questions) -> Tensor:
 
 def calibrate(voter: Voter, questions: Questions, target: Tensor, mode: str, seed: int = 0) -> Voter:
     """A calibrated copy. temperature: one number. head: temperature, prior, mixing share, and a short final fit of the attention."""
-    one_of(mode, MODES, "calibrate")
+    one_of("calibrate", mode, MODES)
     fitted = copy.deepcopy(voter).eval().requires_grad_(False)
     if mode == "none" or not len(questions):
         return fitted
@@ -97,7 +97,7 @@ def fit_attention(
         with torch.enable_grad():
             for parameter in parameters:
                 parameter.requires_grad_(True)
-            order = torch.randperm(len(target), generator=torch.Generator().manual_seed(mix(seed, epoch)))
+            order = torch.randperm(len(target), generator=torch.Generator().manual_seed(fold_in(seed, epoch)))
             for rows in order.split(BATCH):
                 rows = rows.to(target.device)
                 optimizer.zero_grad()
@@ -109,7 +109,7 @@ def fit_attention(
 
 def chosen(voter: Voter, questions: Questions, target: Tensor, seed: int) -> tuple[int, float]:
     """Epochs of the final fit (0 keeps the attention as it is) and spread, by the NLL of rows left out of a fit."""
-    folds = torch.randperm(len(target), generator=torch.Generator().manual_seed(mix(seed, 1))) % FOLDS
+    folds = torch.randperm(len(target), generator=torch.Generator().manual_seed(fold_in(seed, 1))) % FOLDS
     starts = [p.detach().clone() for p in voter.confidence()]
     losses = torch.zeros(EPOCHS + 1, len(SPREADS), dtype=torch.float64)
     for fold in range(FOLDS):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from utils import BadOption, nearest, say
+from utils import BadOption, did_you_mean, say
 
 KINDS = ("auto", "flat", "ip", "hnsw", "ivf", "ivfpq")
 MISSING = -1  # index of a neighbor that does not exist
@@ -309,7 +309,7 @@ def check_kind(kind: str, dim: int, rows: int | None = None) -> None:
     try:
         index = load_faiss().index_factory(dim, kind)
     except RuntimeError as error:
-        raise BadOption("index", f"{rule}{nearest(kind, KINDS)}; FAISS says: {_reason(error)}", kind) from None
+        raise BadOption("index", f"{rule}{did_you_mean(kind, KINDS)}; FAISS says: {_reason(error)}", kind) from None
     if rows is None:
         return
     made = without_warnings(index)

@@ -58,9 +58,9 @@ class NeighborHead(Head):
         self.num_classes = num_classes
         self.embedder = Embedder(num_features, (256 if self.learned else 0) if embed_dim is None else embed_dim, dropout=dropout)
         self.k_train = k_train
-        self.ks = whole_numbers(k_eval, "k_eval") or (k_train,)  # the first one decides; the others are reported
-        self.ensemble = whole_numbers(k_ensemble, "k_ensemble")
-        self.adaptive_k, self.prior_kind = adaptive_k, one_of(prior, ("learned", "constant"), "prior")
+        self.ks = whole_numbers("k_eval", k_eval) or (k_train,)  # the first one decides; the others are reported
+        self.ensemble = whole_numbers("k_ensemble", k_ensemble)
+        self.adaptive_k, self.prior_kind = adaptive_k, one_of("prior", prior, ("learned", "constant"))
         self.bank_options = {"kind": index, "cap": bank_cap, "evict": bank_evict}
         self.neighbor_sample, self.label_smoothing = neighbor_sample, label_smoothing
         self.contrastive_weight, self.contrastive_form = contrastive_weight, contrastive_form
@@ -231,7 +231,7 @@ class AttnKnnHead(NeighborHead):
             label_bias=label_bias,
             distance_bias=distance_bias,
         )
-        tabr = TabrValues(dim, num_classes) if one_of(values, ("labels", "tabr"), "values") == "tabr" else None
+        tabr = TabrValues(dim, num_classes) if one_of("values", values, ("labels", "tabr")) == "tabr" else None
         self.voter, self.entropy_reg = self.make_voter("attention", attention, tabr), entropy_reg
 
     def more_terms(self, weights: Tensor, query: Query, target: Tensor, index: Tensor) -> dict[str, Tensor]:

@@ -101,7 +101,7 @@ def check_evaluation(config: Config, data: dataset.Data, device: torch.device) -
                 raise BadOption(name, "needs a bank: a head over neighbors, or --compare_votes", getattr(config, name))
     rows = rows_in_bank(config, data)
     for name in ("k_train", "k_eval", "k_ensemble"):
-        if max(whole_numbers(getattr(config, name), name), default=1) > rows:
+        if max(whole_numbers(name, getattr(config, name)), default=1) > rows:
             raise BadOption(name, f"must be at most the number of rows in the bank ({rows})", getattr(config, name))
     if config.ood:
         if config.ood == config.dataset:
@@ -282,7 +282,7 @@ def stand_in(dim: int, rows: int, num_classes: int) -> Bank:
 
 def ks_of(config: Config) -> tuple[int, ...]:
     """Every number of neighbors that an evaluation asks for."""
-    return (*whole_numbers(config.k_eval, "k_eval"), *whole_numbers(config.k_ensemble, "k_ensemble"))
+    return (*whole_numbers("k_eval", config.k_eval), *whole_numbers("k_ensemble", config.k_ensemble))
 
 
 def load_data(values: Mapping[str, Any], fitted: dict[str, Any] | None = None) -> dataset.Data:

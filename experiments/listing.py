@@ -18,7 +18,7 @@ from layers.base import TokenMixer
 from models import MODELS, ModelSpec
 from models.cost import gflops, parameters, rows_per_second
 from sources import read_csv, read_folder, read_npz
-from utils import BadOption, first_line, nearest, options_of
+from utils import BadOption, did_you_mean, first_line, options_of
 
 KINDS = ("layers", "models", "heads", "datasets")
 TIMM_SHOWN = 40
@@ -30,7 +30,7 @@ def show(
 ) -> None:
     load_plugin(plugin)
     if what not in (*KINDS, "all"):
-        raise BadOption("what", f"must be one of {', '.join(KINDS)}, all{nearest(what, KINDS)}", what)
+        raise BadOption("what", f"must be one of {', '.join(KINDS)}, all{did_you_mean(what, KINDS)}", what)
     if image_size % patch_size:
         raise BadOption("patch_size", f"must divide the image size ({image_size})", patch_size)
     parts = [

@@ -95,8 +95,8 @@ class Judge:
         """What the fitted confidence depends on."""
         config = self.config
         k = (config.k_train or DEFAULT_K,)
-        ks = whole_numbers(config.k_eval, "k_eval")[:1] or k
-        return self.mode, whole_numbers(config.k_ensemble, "k_ensemble") or ks, bool(config.k_ensemble), config.adaptive_k
+        ks = whole_numbers("k_eval", config.k_eval)[:1] or k
+        return self.mode, whole_numbers("k_ensemble", config.k_ensemble) or ks, bool(config.k_ensemble), config.adaptive_k
 
     def validate(self) -> dict[str, float] | None:
         """The validation rows as the loop sees them: before calibration."""

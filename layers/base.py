@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from layers import reading
-from utils import BadOption
+from utils import BadOption, whole_number
 
 
 class TokenMixer(nn.Module):
@@ -86,28 +86,18 @@ class TokenMixer(nn.Module):
 
 def head_width(dim: int, num_heads: int, head_dim: int | None = None) -> int:
     """Channels a head: an equal share of `dim` unless said otherwise."""
-    check_at_least("num_heads", num_heads, 1)
+    whole_number("num_heads", num_heads, 1)
     if head_dim is not None:
-        check_at_least("head_dim", head_dim, 1)
+        whole_number("head_dim", head_dim, 1)
         return head_dim
     if dim % num_heads:
         raise BadOption("d_hidden", f"must be divisible by num_heads ({num_heads})", dim)
     return dim // num_heads
 
 
-def check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise BadOption(option, f"must be one of {', '.join(choices)}", value)
-
-
-def check_at_least(option: str, value: int, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise BadOption(option, f"must be a whole number of at least {least}", value)
-
-
 def check_neighbors(K: int, tokens: int | None) -> None:
     """K neighbors out of so many tokens; None where the number is not known yet: the first forward checks then."""
-    check_at_least("K", K, 1)
+    whole_number("K", K, 1)
     if tokens is not None and tokens < K:
         raise BadOption("K", f"must be at most the number of candidate tokens ({tokens})", K)
 

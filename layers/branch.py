@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from layers.base import check_at_least, count_tokens, head_width
+from layers.base import count_tokens, head_width
 from layers.convnn import ConvNNAttention
 from layers.functional import say_once
-from utils import BadOption
+from utils import BadOption, whole_number
 
 
 class Branch(ConvNNAttention):
@@ -55,7 +55,7 @@ class BranchConv(Branch):
 
     def __init__(self, dim: int, num_heads: int = 8, *, kernel_size: int = 9, **branch: Any) -> None:
         super().__init__(dim, num_heads, **branch)
-        check_at_least("kernel_size", kernel_size, 1)
+        whole_number("kernel_size", kernel_size, 1)
         if kernel_size % 2 == 0:
             raise BadOption("kernel_size", "must be odd, so that a token sits in the middle", kernel_size)
         self.kernel_size = kernel_size

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layers import functional as L
-from layers.base import TokenMixer, check_at_least, check_choice, check_neighbors, count_tokens
-from utils import BadOption
+from layers.base import TokenMixer, check_neighbors, count_tokens
+from utils import BadOption, one_of, whole_number
 
 CONVOLUTIONS = ("depthwise", "standard", "depthwise-separable")
 SAMPLING = ("all", "random", "spatial", "grid")
@@ -59,11 +59,11 @@ class ConvNNAttention(TokenMixer):
         self.conv = self._convolution() if self.near_dim else None
 
     def _check_options(self) -> None:
-        check_choice("magnitude_type", self.magnitude_type, L.MAGNITUDES)
-        check_choice("convolution_type", self.convolution_type, CONVOLUTIONS)
-        check_choice("sampling_type", self.sampling_type, SAMPLING)
-        check_choice("eval_sampling", self.eval_sampling, ("all", "fixed"))
-        check_choice("self_score", self.self_score, ("one", "real"))
+        one_of("magnitude_type", self.magnitude_type, L.MAGNITUDES)
+        one_of("convolution_type", self.convolution_type, CONVOLUTIONS)
+        one_of("sampling_type", self.sampling_type, SAMPLING)
+        one_of("eval_sampling", self.eval_sampling, ("all", "fixed"))
+        one_of("self_score", self.self_score, ("one", "real"))
         if self.coordinate_encoding not in ("", "1d", "2d"):
             raise BadOption("coordinate_encoding", "must be one of False, True, 1d, 2d", self.coordinate_encoding)
         check_neighbors(self.K, count_tokens(self.grid, self.num_prefix_tokens))
@@ -74,7 +74,7 @@ class ConvNNAttention(TokenMixer):
             return
         if self.num_samples < 1:
             raise BadOption("num_samples", f"must be at least 1 with sampling_type {self.sampling_type}", self.num_samples)
-        check_at_least("sample_padding", self.sample_padding, 0)
+        whole_number("sample_padding", self.sample_padding, 0)
         if self.grid is not None:
             self._check_samples(count_tokens(self.grid, self.num_prefix_tokens) or 0)
         if self.sampling_type == "grid" and self.grid is not None:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layers.base import TokenMixer, check_at_least, check_choice
+from layers.base import TokenMixer
 from layers.functional import full_precision
-from utils import BadOption
+from utils import BadOption, one_of, whole_number
 
 # "published" is what the ViT-Tiny runs of the ConvNN paper used: the package's defaults, and heads of 64 channels whatever d_hidden is.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -39,13 +39,13 @@ class LocalAttention(TokenMixer):
         head_dim: int | None = None,
         **base: Any,
     ) -> None:
-        check_choice("preset", preset, tuple(PRESETS))
+        one_of("preset", preset, tuple(PRESETS))
         given = {"window": window, "look_backward": look_backward, "look_forward": look_forward, "exact_window": exact_window}
         given |= {"rotary": rotary, "head_dim": head_dim}
         chosen = PRESETS[preset] | {name: value for name, value in given.items() if value is not None}
         super().__init__(dim, num_heads, head_dim=chosen.pop("head_dim"), **base)
         for name, least in (("window", 1), ("look_backward", 0), ("look_forward", 0)):
-            check_at_least(name, chosen[name], least)
+            whole_number(name, chosen[name], least)
         if chosen["rotary"] and self.head_dim % 2:
             raise BadOption("rotary", f"turns pairs of channels: heads must be of even width, they are {self.head_dim} wide", True)
         self.chosen = chosen

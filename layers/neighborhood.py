@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layers import functional as L
-from layers.base import check_at_least, check_choice
 from layers.sparse import MaskedAttention
-from utils import BadOption
+from utils import BadOption, one_of, whole_number
 
 
 class NeighborhoodAttention(MaskedAttention):
@@ -37,10 +36,10 @@ class NeighborhoodAttention(MaskedAttention):
         **base: Any,
     ) -> None:
         super().__init__(dim, num_heads, **base)
-        check_at_least("K", K, 1)
-        check_at_least("dilation", dilation, 1)
-        check_choice("prefix", prefix, ("global", "sequence"))
-        check_choice("backend", backend, ("auto", "natten", "mask"))
+        whole_number("K", K, 1)
+        whole_number("dilation", dilation, 1)
+        one_of("prefix", prefix, ("global", "sequence"))
+        one_of("backend", backend, ("auto", "natten", "mask"))
         if window_dims not in (1, 2):
             raise BadOption("window_dims", "must be 1 or 2", window_dims)
         if window_dims == 2 and grid is None:

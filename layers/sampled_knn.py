@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from layers import functional as L
-from layers.base import TokenMixer, check_at_least, check_neighbors, count_tokens
+from layers.base import TokenMixer, check_neighbors, count_tokens
+from utils import whole_number
 
 
 class SampledKnnAttention(TokenMixer):
@@ -32,7 +33,7 @@ class SampledKnnAttention(TokenMixer):
     ) -> None:
         super().__init__(dim, num_heads, **base)
         check_neighbors(K, count_tokens(grid, num_prefix_tokens))
-        check_at_least("num_samples", num_samples, 1)
+        whole_number("num_samples", num_samples, 1)
         self.K, self.num_samples = K, num_samples
 
     def draw(self, tokens: int, device: torch.device) -> Tensor:

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layers import functional as L
-from layers.base import TokenMixer, check_at_least, check_choice
+from layers.base import TokenMixer
+from utils import one_of, whole_number
 
 
 class MaskedAttention(TokenMixer):
@@ -35,8 +36,8 @@ class SparseAttention(MaskedAttention):
         self, dim: int, num_heads: int = 8, *, sparse_mode: str = "local", sparse_context_window: int = 49, **base: Any
     ) -> None:
         super().__init__(dim, num_heads, **base)
-        check_choice("sparse_mode", sparse_mode, ("all", "local", "strided"))
-        check_at_least("sparse_context_window", sparse_context_window, 1)
+        one_of("sparse_mode", sparse_mode, ("all", "local", "strided"))
+        whole_number("sparse_context_window", sparse_context_window, 1)
         self.sparse_mode, self.sparse_context_window = sparse_mode, sparse_context_window
 
     def pattern(self, tokens: int, device: torch.device) -> Tensor:

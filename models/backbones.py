@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from models import ModelSpec, check_layers
-from utils import BadOption, nearest, say
+from utils import BadOption, did_you_mean, say
 
 SMALL_IMAGE = 64  # up to this side a ResNet gets the CIFAR stem
 
@@ -21,12 +21,12 @@ def timm_config(name: str) -> dict[str, Any]:
     short = name.removeprefix("timm/")
     family, _, tag = short.partition(".")
     if not timm.is_model(family):
-        raise BadOption("model", f"must be a model that timm has{nearest(family, timm.list_models())}", name)
+        raise BadOption("model", f"must be a model that timm has{did_you_mean(family, timm.list_models())}", name)
     try:
         config = timm.get_pretrained_cfg(short, allow_unregistered=True)
     except RuntimeError:  # timm's word for an unknown tag
         tags = [known.partition(".")[2] for known in timm.list_models(f"{family}.*", pretrained=True)]
-        raise BadOption("model", f"must have a tag that timm has ({', '.join(tags) or 'none'}){nearest(tag, tags)}", name) from None
+        raise BadOption("model", f"must have a tag that timm has ({', '.join(tags) or 'none'}){did_you_mean(tag, tags)}", name) from None
     return config.to_dict() if config else {}
 
 

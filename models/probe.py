@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from utils import BadOption, nearest, say
+from utils import BadOption, did_you_mean, say
 
 MODES = ("topk", "mass")
 Count = int | Literal["all"]
@@ -94,7 +94,7 @@ class Probe(TorchFunctionMode):
         if K != "all" and (isinstance(K, bool) or not isinstance(K, int) or K < 1):
             raise BadOption("K", "must be a whole number of at least 1, or 'all'", K)
         if mode not in MODES:
-            raise BadOption("mode", f"must be one of {', '.join(MODES)}{nearest(mode, MODES)}", mode)
+            raise BadOption("mode", f"must be one of {', '.join(MODES)}{did_you_mean(mode, MODES)}", mode)
         self.K, self.mode, self.cut_one_token = K, mode, cut_one_token
         self.calls = 0  # attention calls with more than one query, cut if they had more than K keys
         self.one_token_calls = 0

@@ -14,7 +14,7 @@ from PIL import Image
 
 from batches import AUGMENT, CROP_RATIO, CROP_SCALE, Batch, Batches, center_box, mixed, normals, random_box
 from dataset import Data, Split
-from utils import BadOption, mix, uniforms
+from utils import BadOption, fold_in, uniforms
 
 CPU = torch.device("cpu")
 MEAN, STD = [0.3, 0.5, 0.2], [0.25, 0.2, 0.4]
@@ -106,7 +106,7 @@ def test_the_gather_is_plain_slicing_row_by_row(height, width, border, flip):
     data = image_set(height=height, width=width, flip=flip)
     made = batches(data, train=True, augment=True, seed=5)
     found = all_rows(made, epoch=3)
-    draws = uniforms(mix(5, AUGMENT, 3), np.arange(23), 3)
+    draws = uniforms(fold_in(5, AUGMENT, 3), np.arange(23), 3)
     padded = np.pad(data.train.x, ((0, 0), (0, 0), (border, border), (border, border)))
     wanted = []
     for row in range(23):

@@ -14,7 +14,7 @@ import torch
 
 import progress
 import utils
-from utils import BadOption, Call, Registry, check_options, mix, nearest, options_of, parse_call, parse_pattern, uniforms
+from utils import BadOption, Call, Registry, check_options, did_you_mean, fold_in, options_of, parse_call, parse_pattern, uniforms
 
 # ---------------------------------------------------------------- errors
 
@@ -35,9 +35,9 @@ def test_bad_option_survives_pickling():
 
 
 def test_nearest_ignores_case_and_keeps_quiet_about_strangers():
-    assert nearest("attention", ["Attention", "Convolution"]) == " (did you mean 'Attention'?)"
-    assert nearest("zzz", ["Attention", "Convolution"]) == ""
-    assert nearest("x", []) == ""
+    assert did_you_mean("attention", ["Attention", "Convolution"]) == " (did you mean 'Attention'?)"
+    assert did_you_mean("zzz", ["Attention", "Convolution"]) == ""
+    assert did_you_mean("x", []) == ""
 
 
 # ---------------------------------------------------------------- parts by name
@@ -169,19 +169,19 @@ def test_check_options_names_the_nearest():
 
 
 def test_mix_gives_every_address_a_seed_of_its_own():
-    seeds = {mix(seed, stream, epoch) for seed in range(11) for stream in range(7) for epoch in range(101)}
+    seeds = {fold_in(seed, stream, epoch) for seed in range(11) for stream in range(7) for epoch in range(101)}
     assert len(seeds) == 11 * 7 * 101
-    assert mix(1, 2) != mix(2, 1)
-    assert mix(0) != mix(0, 0)
-    assert mix(3, 5) == mix(3, 5)
-    assert all(0 <= mix(n, -n) < 2**63 for n in (0, 1, 2**63 - 1, 2**64, 10**30))
+    assert fold_in(1, 2) != fold_in(2, 1)
+    assert fold_in(0) != fold_in(0, 0)
+    assert fold_in(3, 5) == fold_in(3, 5)
+    assert all(0 <= fold_in(n, -n) < 2**63 for n in (0, 1, 2**63 - 1, 2**64, 10**30))
 
 
 def test_mix_has_no_weak_bits():
     """Neighboring addresses differ in about half of the 63 bits."""
-    flips = [bin(mix(0, n) ^ mix(0, n + 1)).count("1") for n in range(1009)]
+    flips = [bin(fold_in(0, n) ^ fold_in(0, n + 1)).count("1") for n in range(1009)]
     assert 30.5 < np.mean(flips) < 32.5
-    ones = np.array([[mix(n) >> bit & 1 for bit in range(63)] for n in range(1009)]).mean(0)
+    ones = np.array([[fold_in(n) >> bit & 1 for bit in range(63)] for n in range(1009)]).mean(0)
     assert np.abs(ones - 0.5).max() < 0.08  # 5 standard deviations
 
 
@@ -197,7 +197,7 @@ def test_uniforms_are_a_function_of_the_row_alone():
 
 
 def test_uniforms_look_uniform_and_independent():
-    draws = uniforms(mix(3), np.arange(20_011), 5).astype(np.float64)  # (N, 5)
+    draws = uniforms(fold_in(3), np.arange(20_011), 5).astype(np.float64)  # (N, 5)
     assert draws.min() >= 0
     assert draws.max() < 1
     n = len(draws)

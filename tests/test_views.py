@@ -13,7 +13,7 @@ from PIL import Image
 from batches import CROP_SCALE, VIEW, VIEW_SCALE, Batch, Batches, FeatureBatches, cropped, mixed, normals, random_box
 from dataset import Data, Split
 from tests.test_batches import CPU, all_rows, batches, image_set, normalized, photos
-from utils import BadOption, mix, uniforms
+from utils import BadOption, fold_in, uniforms
 
 EVERYTHING: dict[str, Any] = dict(noise=0.1, size=(19, 13), seed=3)
 
@@ -112,7 +112,7 @@ def test_view_1_is_the_mirror_image():
 @pytest.mark.parametrize(("height", "width", "border"), [(11, 17, 2), (5, 7, 1)])
 def test_other_views_are_crops_row_by_row(flip, view, height, width, border):
     data = image_set(height=height, width=width, flip=flip)
-    draws = uniforms(mix(5, VIEW, view), np.arange(23), 3)
+    draws = uniforms(fold_in(5, VIEW, view), np.arange(23), 3)
     noise = normals(11, np.arange(23), 3 * height * width, CPU).view(23, 3, height, width)
     padded, noise_padded = (np.pad(a, ((0, 0), (0, 0), (border, border), (border, border))) for a in (data.train.x, noise.numpy()))
     wanted: list[np.ndarray] = []
@@ -148,7 +148,7 @@ def test_views_differ_from_one_another_and_between_seeds():
     seen = [all_rows(batches(data, seed=seed).seen_as(view)) for seed in (0, 1) for view in range(2, 13)]
     for n, one in enumerate(seen):
         assert not any(torch.equal(one, other) for other in seen[:n])
-    draws = np.stack([uniforms(mix(0, VIEW, view), np.arange(1009), 3).ravel() for view in range(1, 12)])
+    draws = np.stack([uniforms(fold_in(0, VIEW, view), np.arange(1009), 3).ravel() for view in range(1, 12)])
     assert np.abs(np.corrcoef(draws) - np.eye(11)).max() < 5 / 3027**0.5
     trained = batches(data, train=True, augment=True)
     assert not any(torch.equal(all_rows(trained, view), seen[view - 2]) for view in range(2, 13))
@@ -232,7 +232,7 @@ def halves(folder: Path, flip: bool) -> Data:
 def test_other_views_of_a_photo_are_its_boxes(flip, view, tmp_path):
     data = halves(tmp_path, flip)
     found = all_rows(batches(data, size=(19, 19), workers=0, seed=5, view=view))
-    draws = uniforms(mix(5, VIEW, view), np.arange(29), 5)
+    draws = uniforms(fold_in(5, VIEW, view), np.arange(29), 5)
     turned = 0
     for row in range(29):
         left, _, right, _ = random_box((40, 30), draws[row], VIEW_SCALE)

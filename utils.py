@@ -51,6 +51,14 @@ class Halt(RuntimeError):
         self.exit_code = exit_code
 
 
+class Diverged(Halt):
+    """The loss or the gradient is not finite, and the optimizer has not stepped on it; or the model's outputs are NaN."""
+
+
+class Stopped(Halt):
+    """A run that ended before its last epoch, on a signal or on request; saved, to be resumed."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """' (did you mean X?)' for a name that is nearly one of `known`, else ''."""
     folded = {k.lower(): k for k in known}
@@ -309,34 +317,6 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
-
-
-# ---------------------------------------------------------------- where and with what a run was made
-
-
-def versions() -> dict[str, str]:
-    from importlib import metadata
-
-    found = {"python": platform.python_version()}
-    for package in ("torch", "torchvision", "timm", "numpy", "faiss-cpu", "natten"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def git_state() -> dict[str, Any] | None:
-    """Commit of the toolkit's own code and whether it was changed since; None outside a git checkout."""
-
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parent), *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-
-    try:
-        return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain"))}
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 def say(message: str) -> None:

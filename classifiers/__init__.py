@@ -1,17 +1,22 @@
-"""Heads by name, what they are made of (embedder, bank, votes, neighbor attention), calibration, and the metrics they are judged by."""
+"""Heads by name, what they are made of (embedder, bank, weights, neighbor attention, predictors), calibration and metrics."""
 
 from classifiers.bank import Bank, Neighbors
+from classifiers.classifier import Classifier
 from classifiers.heads import HEADS, Head, LinearHead
-from classifiers.knn import AttnKnnHead, KnnHead, NeighborHead
-from classifiers.metrics import detailed, metrics
 from classifiers.neighbor_attention import NeighborAttention
-from classifiers.votes import VOTES, Prior
+from classifiers.neighbor_heads import AttnKnnHead, KnnHead, NeighborHead
+from classifiers.prior import Prior
+from classifiers.weights import WEIGHTS
+
+VOTES = WEIGHTS  # the name that older plugins import
 
 __all__ = [
     "HEADS",
     "VOTES",
+    "WEIGHTS",
     "AttnKnnHead",
     "Bank",
+    "Classifier",
     "Head",
     "KnnHead",
     "LinearHead",
@@ -19,6 +24,4 @@ __all__ = [
     "NeighborHead",
     "Neighbors",
     "Prior",
-    "detailed",
-    "metrics",
 ]

@@ -1,4 +1,4 @@
-"""Calibration: what sets a voter's confidence, fitted on rows that the embedder never saw (the validation split), and nowhere else.
+"""Calibration: what sets a predictor's confidence, fitted on rows that the embedder never saw (the validation split), and nowhere else.
 
 Training rows lie among neighbors that the embedder was taught to put there, so they say nothing about how sure to be.
 Parameters are fitted by maximum a posteriori around where they start, so that a hundred rows move them a little and thousands
@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from classifiers.voters import HeadVoter, NeighborVoter, Questions, Voter
+from classifiers.predictors import Predictor, Vote
+from classifiers.retrieved import Retrieved
 from utils import fold_in, one_of
 
 MODES = ("none", "head", "temperature")
@@ -25,51 +26,44 @@ FOLDS, EPOCHS, BATCH, RATE = 3, 8, 256, 3e-3  # of the final fit of the attentio
 TRAINING_EPOCHS = 3  # of an attention over a bank that has none
 
 
-@torch.no_grad()
-def opinions(voter: Voter, questions: Questions) -> Tensor:
-    """(N, C), or (2, N, C) of a mixture."""
-    voter.eval()
-    return torch.cat([voter.opinion(query) for query in questions.blocks()], -2)
-
-
-def calibrate(voter: Voter, questions: Questions, target: Tensor, mode: str, seed: int = 0) -> Voter:
-    """A calibrated copy. temperature: one number. head: temperature, prior, mixing share, and a short final fit of the attention."""
+def calibrate(predictor: Predictor, retrieved: Retrieved, target: Tensor, mode: str, seed: int = 0) -> Predictor:
+    """A calibrated copy. temperature: one number. head: temperatures, prior, interpolation share, and a short fit of the attention."""
     one_of("calibrate", mode, MODES)
-    fitted = copy.deepcopy(voter).eval().requires_grad_(False)
-    if mode == "none" or not len(questions):
+    fitted = copy.deepcopy(predictor).eval().requires_grad_(False)
+    if mode == "none" or not len(retrieved):
         return fitted
-    if mode == "temperature" or isinstance(voter, HeadVoter):  # of a head alone there is nothing else to fit
+    if mode == "temperature" or predictor.vote_part is None:  # of a head alone there is nothing else to fit
         # NOTE: held to 1 a little. Where a few rows are all right, the most likely temperature is 0, and one error costs everything.
-        return fit_confidence(fitted, opinions(fitted, questions), questions, target, [fitted.log_temperature], spread=SPREADS[-1])
-    fitted.fitted_to(len(questions))
-    epochs, spread = chosen(fitted, questions, target, seed)
+        return fit_confidence(fitted, fitted.all_scores(retrieved), retrieved, target, [fitted.log_temperature], spread=SPREADS[-1])
+    fitted.fitted_to(len(retrieved))
+    epochs, spread = choose_fit(fitted, retrieved, target, seed)
     starts = [p.detach().clone() for p in fitted.confidence()]
-    for _ in fit_attention(fitted, questions, target, epochs, seed):
+    for _ in fit_attention(fitted, retrieved, target, epochs, seed):
         pass
-    return fit_confidence(fitted, opinions(fitted, questions), questions, target, starts=starts, spread=spread)
+    return fit_confidence(fitted, fitted.all_scores(retrieved), retrieved, target, starts=starts, spread=spread)
 
 
 def fit_confidence(
-    voter: Voter,
-    opinion: Tensor,
-    questions: Questions,
+    predictor: Predictor,
+    scores: Tensor,
+    retrieved: Retrieved,
     target: Tensor,
     parameters: list[nn.Parameter] | None = None,
     *,
     starts: list[Tensor] | None = None,
     spread: float = math.inf,
-) -> Voter:
-    """Fits what is cheap to opinions that were asked for once: L-BFGS on all rows. `spread`: standard deviation of the Gaussian that
+) -> Predictor:
+    """Fits the cheap step to scores that were computed once: L-BFGS on all rows. `spread`: standard deviation of the Gaussian that
     holds each parameter to where it starts."""
-    parameters = voter.confidence() if parameters is None else parameters
+    parameters = predictor.confidence() if parameters is None else parameters
     starts = starts or [p.detach().clone() for p in parameters]
-    facts = questions.facts
+    context = retrieved.context
     optimizer = torch.optim.LBFGS(parameters, lr=1, max_iter=100, history_size=20, line_search_fn="strong_wolfe")
 
     def loss() -> Tensor:
         optimizer.zero_grad()
         away = sum(((p - start).square().sum() for p, start in zip(parameters, starts, strict=True)), torch.zeros(()))
-        value = F.nll_loss(voter.settle(opinion, facts), target) + away.to(opinion.device) / (2 * spread**2 * len(target))
+        value = F.nll_loss(predictor.log_probs(scores, context), target) + away.to(scores.device) / (2 * spread**2 * len(target))
         value.backward()
         return value
 
@@ -82,16 +76,16 @@ def fit_confidence(
         parameter.requires_grad_(False)
         if not parameter.isfinite().all():  # a line search that failed
             parameter.copy_(start)
-    return voter
+    return predictor
 
 
 def fit_attention(
-    voter: Voter, questions: Questions, target: Tensor, epochs: int, seed: int, *, confidence: bool = True
+    predictor: Predictor, retrieved: Retrieved, target: Tensor, epochs: int, seed: int, *, confidence: bool = True
 ) -> Iterator[int]:
     """The attention, and with it the confidence, an epoch at a time."""
-    if not epochs or not voter.attention():
+    if not epochs or not predictor.attention():
         return
-    parameters = [*voter.attention(), *(voter.confidence() if confidence else ())]
+    parameters = [*predictor.attention(), *(predictor.confidence() if confidence else ())]
     optimizer = torch.optim.AdamW(parameters, lr=RATE, weight_decay=0.0)
     for epoch in range(epochs):
         with torch.enable_grad():
@@ -101,47 +95,47 @@ def fit_attention(
             for rows in order.split(BATCH):
                 rows = rows.to(target.device)
                 optimizer.zero_grad()
-                F.nll_loss(voter(questions.at(rows)), target[rows]).backward()
+                F.nll_loss(predictor(retrieved.block(rows)), target[rows]).backward()
                 optimizer.step()
-        voter.requires_grad_(False)
+        predictor.requires_grad_(False)
         yield epoch + 1
 
 
-def chosen(voter: Voter, questions: Questions, target: Tensor, seed: int) -> tuple[int, float]:
+def choose_fit(predictor: Predictor, retrieved: Retrieved, target: Tensor, seed: int) -> tuple[int, float]:
     """Epochs of the final fit (0 keeps the attention as it is) and spread, by the NLL of rows left out of a fit."""
     folds = torch.randperm(len(target), generator=torch.Generator().manual_seed(fold_in(seed, 1))) % FOLDS
-    starts = [p.detach().clone() for p in voter.confidence()]
+    starts = [p.detach().clone() for p in predictor.confidence()]
     losses = torch.zeros(EPOCHS + 1, len(SPREADS), dtype=torch.float64)
     for fold in range(FOLDS):
         inside, outside = (rows.nonzero()[:, 0].to(target.device) for rows in (folds != fold, folds == fold))
         if not len(inside) or not len(outside):
             return 0, SPREADS[0]
-        known, asked = questions.subset(inside), questions.subset(outside)
-        trial = copy.deepcopy(voter)
-        losses[0] += held_out(trial, starts, known, target[inside], asked, target[outside])
+        known, others = retrieved.subset(inside), retrieved.subset(outside)
+        trial = copy.deepcopy(predictor)
+        losses[0] += held_out(trial, starts, known, target[inside], others, target[outside])
         for epoch in fit_attention(trial, known, target[inside], EPOCHS, seed):
-            losses[epoch] += held_out(trial, starts, known, target[inside], asked, target[outside])
-    if not voter.attention():
+            losses[epoch] += held_out(trial, starts, known, target[inside], others, target[outside])
+    if not predictor.attention():
         losses = losses[:1]
     epochs, spread = divmod(int(losses.argmin()), len(SPREADS))
     return epochs, SPREADS[spread]
 
 
-def held_out(voter: Voter, starts: list[Tensor], known: Questions, target: Tensor, asked: Questions, truth: Tensor) -> Tensor:
+def held_out(predictor: Predictor, starts: list[Tensor], known: Retrieved, target: Tensor, others: Retrieved, truth: Tensor) -> Tensor:
     """Summed NLL of rows left out, with the confidence fitted to the others, for each spread."""
-    opinion, other = opinions(voter, known), opinions(voter, asked)
+    scores, other_scores = predictor.all_scores(known), predictor.all_scores(others)
     losses = []
     for spread in SPREADS:
-        fitted = fit_confidence(copy.deepcopy(voter), opinion, known, target, starts=starts, spread=spread)
+        fitted = fit_confidence(copy.deepcopy(predictor), scores, known, target, starts=starts, spread=spread)
         with torch.no_grad():
-            losses.append(F.nll_loss(fitted.settle(other, asked.facts), truth, reduction="sum").double())
+            losses.append(F.nll_loss(fitted.log_probs(other_scores, others.context), truth, reduction="sum").double())
     return torch.stack(losses).cpu()
 
 
-def train_attention(voter: NeighborVoter, questions: Questions, target: Tensor, seed: int) -> None:
+def train_attention(predictor: Vote, retrieved: Retrieved, target: Tensor, seed: int) -> None:
     """Trains an attention on the bank's own rows, each with its neighbors but without itself. The embeddings stay."""
-    voter.train()
+    predictor.train()
     # Not its confidence: that training rows lie where they were taught to says nothing about others.
-    for _ in fit_attention(voter, questions, target, TRAINING_EPOCHS, seed, confidence=False):
+    for _ in fit_attention(predictor, retrieved, target, TRAINING_EPOCHS, seed, confidence=False):
         pass
-    voter.eval()
+    predictor.eval()

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from classifiers.bank import Bank
+from classifiers.predictors import HeadPredictor, Predictor
+from classifiers.retrieved import Retrieved
 from utils import Registry
 
 
@@ -18,7 +20,7 @@ class Head(nn.Module):
     `loss(features, target, index)` gives named terms, whose sum is minimized. target: class numbers (B,) or soft targets (B, C).
     index: row numbers in the training split, (B,) or (B, 2) for mixed rows; a head that looks at neighbors excludes them.
     `forward(features)` gives log-probabilities. A head that looks at neighbors sets `wants_bank` and has
-    `embed(features)`: the loop hands the embeddings of all training rows to `refresh(bank)`, with the row numbers as ids.
+    `embed(features)`: the loop hands a bank of the embeddings of all training rows to `refresh(bank)`, with the row numbers as ids.
     """
 
     wants_bank = False
@@ -34,6 +36,14 @@ class Head(nn.Module):
 
     def refresh(self, bank: Bank) -> None:
         """A head without a bank has nothing to refresh."""
+
+    def retrieve(self, features: Tensor, k: int | None = None) -> Retrieved:
+        """What the head's predictor looks at: of a head without a bank, the features alone."""
+        return Retrieved.without_neighbors(features)
+
+    def as_predictor(self) -> Predictor:
+        """The head's answer in two steps, scores and confidence."""
+        return HeadPredictor(self)
 
     def part_of(self, name: str) -> str:
         """The group of one of its parameters, for a learning rate of its own: head, projection or attention."""

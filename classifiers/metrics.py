@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def metrics(log_probs: Tensor, target: Tensor) -> dict[str, float]:
+def standard_metrics(log_probs: Tensor, target: Tensor) -> dict[str, float]:
     """(N, C) log-probabilities and (N,) labels to accuracy, top-5, macro F1, NLL, ECE and Brier score."""
     log_probs = log_probs.double()
     probs = log_probs.exp()
@@ -59,7 +59,7 @@ def brier(probs: Tensor, target: Tensor) -> float:
 # ---------------------------------------------------------------- beyond the six of every evaluation
 
 
-def detailed(log_probs: Tensor, target: Tensor) -> dict[str, float]:
+def detailed_metrics(log_probs: Tensor, target: Tensor) -> dict[str, float]:
     """(N, C) log-probabilities and (N,) labels to calibration by equal mass and by class, abstention, and balanced accuracy."""
     probs = log_probs.double().exp()
     predicted, confidence = probs.argmax(1), probs.amax(1)
@@ -68,19 +68,19 @@ def detailed(log_probs: Tensor, target: Tensor) -> dict[str, float]:
         "ece_equal_mass": equal_mass_calibration_error(confidence, right),
         "ece_classwise": classwise_calibration_error(probs, target),
         "aurc": aurc(confidence, right),
-        **{f"accuracy_at_{share}": accuracy_at_coverage(confidence, right, share / 100) for share in (80, 90, 95)},
+        **{f"accuracy_at_{percent}": accuracy_at_coverage(confidence, right, percent / 100) for percent in (80, 90, 95)},
         "balanced_accuracy": balanced_accuracy(predicted, target, probs.shape[1]),
     }
 
 
 def equal_mass_calibration_error(confidence: Tensor, right: Tensor, bins: int = 15) -> float:
     """Sum over bins of as many rows each (numpy's array_split of the rows by confidence) of |accuracy - confidence|, weighted by rows."""
-    confidence, share = _by_confidence(confidence, right)
+    confidence, accuracy = _by_confidence(confidence, right)
     n = len(confidence)
     small, extra = divmod(n, bins)  # the first `extra` bins have a row more
     sizes = torch.full((bins,), small, device=confidence.device) + (torch.arange(bins, device=confidence.device) < extra)
     number = torch.arange(bins, device=confidence.device).repeat_interleave(sizes)
-    gap = confidence.new_zeros(bins).index_add_(0, number, (share - confidence).flip(0))
+    gap = confidence.new_zeros(bins).index_add_(0, number, (accuracy - confidence).flip(0))
     return (gap.abs().sum() / n).item()
 
 
@@ -108,14 +108,14 @@ def balanced_accuracy(predicted: Tensor, target: Tensor, num_classes: int) -> fl
 
 def aurc(confidence: Tensor, right: Tensor) -> float:
     """Area under the risk-coverage curve: the mean over n of the error rate of the n most confident rows. 0 is best."""
-    _, share = _by_confidence(confidence, right)
-    return ((1 - share).cumsum(0) / torch.arange(1, len(share) + 1, device=share.device)).mean().item()
+    _, accuracy = _by_confidence(confidence, right)
+    return ((1 - accuracy).cumsum(0) / torch.arange(1, len(accuracy) + 1, device=accuracy.device)).mean().item()
 
 
 def accuracy_at_coverage(confidence: Tensor, right: Tensor, coverage: float) -> float:
     """Accuracy of the most confident rows, `coverage` of all (rounded up)."""
-    _, share = _by_confidence(confidence, right)
-    return share[: math.ceil(coverage * len(share) - 1e-9)].mean().item()
+    _, accuracy = _by_confidence(confidence, right)
+    return accuracy[: math.ceil(coverage * len(accuracy) - 1e-9)].mean().item()
 
 
 def auroc(inside: Tensor, outside: Tensor) -> float:

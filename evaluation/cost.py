@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-import resource
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop_count
 
+from classifiers.classifier import Classifier
+
 _CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # older torch counts it as nothing
 UNCOUNTED = {} if _CPU_ATTENTION in flop_registry else {_CPU_ATTENTION: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v)}
+
+
+def cost_of(model: Classifier, x: Tensor) -> dict[str, Any]:
+    """Parameters of backbone and head, measured speed on a batch, and memory. What calibration adds is a copy of the head's predictor."""
+    return {
+        "params": parameters(model.backbone) + parameters(model.head),
+        "images_per_second": rows_per_second(model.eval(), x),
+        "peak_memory_mb": peak_memory_mb(x.device),
+    }
 
 
 def parameters(model: nn.Module) -> int:
@@ -52,8 +63,12 @@ def synchronize(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
-def peak_memory_mb(device: torch.device) -> float:
-    """Most memory so far: allocated by torch on a GPU, resident in the process otherwise."""
+def peak_memory_mb(device: torch.device) -> float | None:
+    """Most memory so far: allocated by torch on a GPU, resident in the process otherwise. None where the system does not tell."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
+    try:
+        import resource  # not on Windows
+    except ImportError:
+        return None
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)

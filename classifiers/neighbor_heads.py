@@ -1,4 +1,4 @@
-"""Heads that look at neighbors: an embedder, a bank of the training rows' embeddings, and a voter over those nearest to a query."""
+"""Heads that look at neighbors: an embedder, a bank of the training rows' embeddings, and a predictor over those nearest to a query."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from classifiers.embedder import Embedder
 from classifiers.heads import HEADS, Head, LinearHead
 from classifiers.losses import collapse, contrastive_margin, nll, supervised_contrastive
 from classifiers.neighbor_attention import NeighborAttention
+from classifiers.predictors import HeadPredictor, Interpolation, Predictor, Vote
+from classifiers.prior import Prior
+from classifiers.retrieved import BLOCK, Block, Retrieved
 from classifiers.values import TabrValues
-from classifiers.voters import BLOCK, HeadVoter, Mixture, NeighborVoter, Query, Questions, Voter
-from classifiers.votes import VOTES, Prior, Vote
+from classifiers.weights import WEIGHTS, Weigh
 from utils import BadOption, check_options, one_of, parse_call, whole_numbers
 
 
 class NeighborHead(Head):
-    """What all heads over a bank share. A subclass makes `self.voter`.
+    """What all heads over a bank have in common. A subclass makes `self.predictor`.
 
     NOTE: `index` keeps a training row, and both rows of a mixed one, out of their own neighbors, by id.
     """
@@ -69,20 +71,21 @@ class NeighborHead(Head):
         self.bank: Bank | None = None
         self.means: ClassMeans | None = None
 
-    voter: Voter
+    predictor: Predictor
 
     def new_prior(self) -> Prior:
         return Prior(self.num_classes, constant=self.prior_kind == "constant")
 
-    def make_voter(self, name: str, weigh: Any, values: TabrValues | None = None) -> NeighborVoter:
-        return NeighborVoter(
-            name, weigh, self.num_classes, prior=self.new_prior(), values=values, ensemble=self.ensemble, adaptive=self.adaptive_k
-        )
+    def make_vote(self, name: str, weigh: Any, values: TabrValues | None = None) -> Vote:
+        options: dict[str, Any] = {"ensemble": self.ensemble, "adaptive": self.adaptive_k}
+        return Vote(name, weigh, self.num_classes, prior=self.new_prior(), values=values, **options)
 
     @property
-    def knn(self) -> NeighborVoter:
-        """The voter that looks at the neighbors."""
-        return self.voter.knn if isinstance(self.voter, Mixture) else self.voter  # type: ignore[return-value]
+    def vote(self) -> Vote:
+        """The part of the predictor that looks at the neighbors."""
+        vote = self.predictor.vote_part
+        assert vote is not None
+        return vote
 
     @property
     def k(self) -> int:
@@ -110,38 +113,41 @@ class NeighborHead(Head):
                 raise BadOption(name, f"must be at most the number of rows in the bank ({len(bank)})", k)
         self.bank, self.means = bank, ClassMeans(bank, self.num_classes)
 
-    def neighbors(self, embedding: Tensor, k: int, exclude: Tensor | None = None, bank: Bank | None = None) -> Neighbors:
+    def search(self, embedding: Tensor, k: int, exclude: Tensor | None = None, bank: Bank | None = None) -> Neighbors:
         bank = bank or self.bank
         if bank is None:
             raise BadOption("bank", "must be handed to the head before it votes: refresh(bank)")
         found = bank.search(embedding.detach(), k, exclude)
         if bank.kind == "ip":  # of unit vectors: |q - x|^2 = 2 - 2 q.x
-            return Neighbors((2 + 2 * found.distance).clamp_min(0), found.index, found.label, found.embedding, found.mask)
+            return dataclasses.replace(found, distance=(2 + 2 * found.distance).clamp_min(0))
         return found
 
-    def ask(self, features: Tensor, k: int | None = None) -> Questions:
-        """Many rows' neighbors, found in blocks."""
+    def retrieve(self, features: Tensor, k: int | None = None) -> Retrieved:
+        """Many rows with their neighbors, searched in blocks."""
         embedding = torch.cat([self.embed(rows).detach() for rows in features.split(BLOCK)])
-        return self._questions(features, embedding, k or self.k)
+        return self._retrieved(features, embedding, k or self.k)
 
-    def without_themselves(self, ids: Tensor) -> Questions:
-        """Rows of the bank and their neighbors, which they are not among. Of features the bank knows nothing."""
+    def leave_one_out(self, ids: Tensor) -> Retrieved:
+        """Rows of the bank with their neighbors, which they are not among. The bank does not know their features."""
         assert self.bank is not None
         embedding = self.bank.take(ids)[0]
-        return self._questions(embedding[:, :0], embedding, self.k, ids)
+        return self._retrieved(embedding[:, :0], embedding, self.k, ids)
 
-    def _questions(self, features: Tensor, embedding: Tensor, k: int, exclude: Tensor | None = None) -> Questions:
+    def _retrieved(self, features: Tensor, embedding: Tensor, k: int, exclude: Tensor | None = None) -> Retrieved:
         near = [
-            self.neighbors(rows, k, None if exclude is None else exclude[at * BLOCK :][:BLOCK])
+            self.search(rows, k, None if exclude is None else exclude[at * BLOCK :][:BLOCK])
             for at, rows in enumerate(embedding.split(BLOCK))
         ]
         distance, index = (torch.cat([getattr(n, part) for n in near]) for part in ("distance", "index"))
         assert self.means is not None
-        return Questions(features, embedding, distance, index, self.means.cosine(embedding, exclude), self.bank)
+        return Retrieved(features, embedding, distance, index, self.means.cosine(embedding, exclude), self.bank)
 
-    def query(self, features: Tensor, embedding: Tensor, near: Neighbors, exclude: Tensor | None = None) -> Query:
+    def block(self, features: Tensor, embedding: Tensor, near: Neighbors, exclude: Tensor | None = None) -> Block:
         assert self.means is not None
-        return Query(features, embedding, near, self.means.cosine(embedding, exclude))
+        return Block(features, embedding, near, self.means.cosine(embedding, exclude))
+
+    def as_predictor(self) -> Predictor:
+        return self.predictor
 
     # ------------------------------------------------ the contract
 
@@ -149,7 +155,7 @@ class NeighborHead(Head):
         embedding = self.embed(features)
         if not embedding.isfinite().all():
             return embedding.new_full((len(features), self.num_classes), math.nan)
-        log_probs: Tensor = self.voter(self.query(features, embedding, self.neighbors(embedding, self.k)))
+        log_probs: Tensor = self.predictor(self.block(features, embedding, self.search(embedding, self.k)))
         return log_probs
 
     def loss(self, features: Tensor, target: Tensor, index: Tensor) -> dict[str, Tensor]:
@@ -159,22 +165,22 @@ class NeighborHead(Head):
         bank = self.bank
         if bank is not None and self.neighbor_sample < 1:
             bank = bank.sample(max(self.k_train, round(self.neighbor_sample * len(bank))))
-        near = self.neighbors(embedding, self.k_train, index, bank)
+        near = self.search(embedding, self.k_train, index, bank)
         # What was searched has no gradient; the distance as a function of the embedding has.
         distance = (embedding[:, None] - near.embedding).square().sum(2).masked_fill(~near.mask, math.inf)
         near = dataclasses.replace(near, distance=distance)
-        return self.terms(self.query(features, embedding, near, index), target, index)
+        return self.terms(self.block(features, embedding, near, index), target, index)
 
-    def terms(self, query: Query, target: Tensor, index: Tensor) -> dict[str, Tensor]:
-        weights = self.knn.weights(query)
-        vote = self.knn.settle(self.knn.count(weights, query), query.facts)
-        terms = {"knn_nll": nll(vote, target, self.label_smoothing)}
+    def terms(self, block: Block, target: Tensor, index: Tensor) -> dict[str, Tensor]:
+        weights = self.vote.weights(block)
+        log_probs = self.vote.log_probs(self.vote.count(weights, block), block.context)
+        terms = {"knn_nll": nll(log_probs, target, self.label_smoothing)}
         if self.contrastive_weight:
             form = contrastive_margin if self.contrastive_form == "margin" else supervised_contrastive
-            terms["contrastive"] = self.contrastive_weight * form(query.embedding, target, index, **self.contrastive)
-        return terms | self.more_terms(weights, query, target, index)
+            terms["contrastive"] = self.contrastive_weight * form(block.embedding, target, index, **self.contrastive)
+        return terms | self.more_terms(weights, block, target, index)
 
-    def more_terms(self, weights: Tensor, query: Query, target: Tensor, index: Tensor) -> dict[str, Tensor]:
+    def more_terms(self, weights: Tensor, block: Block, target: Tensor, index: Tensor) -> dict[str, Tensor]:
         return {}
 
     def part_of(self, name: str) -> str:
@@ -183,10 +189,10 @@ class NeighborHead(Head):
         return "head" if {"linear", "prior"} & set(name.split(".")) else "attention"
 
 
-def vote_of(text: str) -> tuple[str, Vote]:
-    """A vote's name, and what it is, from the name or a call: "softmax-cosine(temperature=0.1)"."""
+def weights_of(text: str) -> tuple[str, Weigh]:
+    """The name of weights and their function, from the name or a call: "softmax-cosine(temperature=0.1)"."""
     call = parse_call(text, "vote")
-    weigh = VOTES[call.name]
+    weigh = WEIGHTS[call.name]
     check_options(call.name, weigh, call.options)
     return call.name, functools.partial(weigh, **call.options) if call.options else weigh
 
@@ -197,12 +203,12 @@ class KnnHead(NeighborHead):
 
     def __init__(self, num_features: int, num_classes: int, *, vote: str = "softmax-cosine", **options: Any) -> None:
         super().__init__(num_features, num_classes, **options)
-        self.voter = self.make_voter(*vote_of(vote))
+        self.predictor = self.make_vote(*weights_of(vote))
 
 
 @HEADS.register("attn-knn")
 class AttnKnnHead(NeighborHead):
-    """Learned multi-head attention over the k nearest training rows decides how much each may say."""
+    """Learned multi-head attention over the k nearest training rows weighs their votes."""
 
     learned = True
 
@@ -232,40 +238,41 @@ class AttnKnnHead(NeighborHead):
             distance_bias=distance_bias,
         )
         tabr = TabrValues(dim, num_classes) if one_of("values", values, ("labels", "tabr")) == "tabr" else None
-        self.voter, self.entropy_reg = self.make_voter("attention", attention, tabr), entropy_reg
+        self.predictor, self.entropy_reg = self.make_vote("attention", attention, tabr), entropy_reg
 
-    def more_terms(self, weights: Tensor, query: Query, target: Tensor, index: Tensor) -> dict[str, Tensor]:
-        terms = super().more_terms(weights, query, target, index)
+    def more_terms(self, weights: Tensor, block: Block, target: Tensor, index: Tensor) -> dict[str, Tensor]:
+        terms = super().more_terms(weights, block, target, index)
         if self.entropy_reg:
-            terms["entropy"] = self.entropy_reg * collapse(weights, query.neighbors.mask)
+            terms["entropy"] = self.entropy_reg * collapse(weights, block.neighbors.mask)
         return terms
 
 
 class WithLinear(NeighborHead):
-    """p = lambda p_knn + (1 - lambda) p_linear. Both learn, each from its own loss; lambda is fixed, or fitted in calibration."""
+    """p = lambda p_vote + (1 - lambda) p_linear. Both learn, each from its own loss; lambda is fixed, or fitted in calibration."""
 
     def __init__(
-        self, num_features: int, num_classes: int, *, mix_lambda: float | None = None, criterion: str = "CrossEntropy", **options: Any
+        self, num_features: int, num_classes: int, *, interpolation: float | None = None, criterion: str = "CrossEntropy", **options: Any
     ) -> None:
         super().__init__(num_features, num_classes, **options)
         linear = LinearHead(num_features, num_classes, criterion=criterion, label_smoothing=self.label_smoothing)
-        self.voter = Mixture(HeadVoter(linear), self.knn, share=mix_lambda)
+        self.predictor = Interpolation(HeadPredictor(linear), self.vote, share=interpolation)
 
     @property
     def linear(self) -> LinearHead:
-        linear: LinearHead = self.voter.linear.head  # type: ignore[union-attr, assignment]
-        return linear
+        linear: Any = self.predictor.linear_part
+        head: LinearHead = linear.head
+        return head
 
-    def more_terms(self, weights: Tensor, query: Query, target: Tensor, index: Tensor) -> dict[str, Tensor]:
-        linear = {f"linear_{name}": term for name, term in self.linear.loss(query.features, target, index).items()}
-        return super().more_terms(weights, query, target, index) | linear
+    def more_terms(self, weights: Tensor, block: Block, target: Tensor, index: Tensor) -> dict[str, Tensor]:
+        linear = {f"linear_{name}": term for name, term in self.linear.loss(block.features, target, index).items()}
+        return super().more_terms(weights, block, target, index) | linear
 
 
 @HEADS.register("linear+knn")
 class LinearKnnHead(WithLinear, KnnHead):
-    """A linear head and a plain kNN vote, mixed."""
+    """A linear head and a plain kNN vote, interpolated."""
 
 
 @HEADS.register("linear+attn-knn")
 class LinearAttnKnnHead(WithLinear, AttnKnnHead):
-    """A linear head and the learned vote over neighbors, mixed."""
+    """A linear head and the learned vote over neighbors, interpolated."""

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from config import Config
+from config import TrainingOptions
 
 
-def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(options: TrainingOptions, model: nn.Module) -> torch.optim.Optimizer:
     """Backbone, projection, attention and the rest of the head as groups of their own learning rate; weight decay on matrices
     only, as in timm."""
     groups: dict[tuple[str, bool], list[nn.Parameter]] = {}
@@ -21,40 +21,40 @@ def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
             decays = parameter.ndim > 1 and not name.endswith(("cls_token", "pos_embed", "reg_token"))
             owner, _, rest = name.partition(".")
             groups.setdefault((owner if owner == "backbone" else head.part_of(rest), decays), []).append(parameter)
-    rates = {"backbone": config.lr_backbone, "projection": config.lr_projection, "attention": config.lr_attention}
+    rates = {"backbone": options.lr_backbone, "projection": options.lr_projection, "attention": options.lr_attention}
     listed: list[dict[str, Any]] = [
         {
             "params": parameters,
             "name": part,
-            "peak_lr": config.lr if rates.get(part) is None else rates[part],
-            "weight_decay": config.weight_decay if decays else 0.0,
+            "peak_lr": options.lr if rates.get(part) is None else rates[part],
+            "weight_decay": options.weight_decay if decays else 0.0,
         }
         for (part, decays), parameters in groups.items()
     ]
     fused = next(model.parameters()).device.type in ("cpu", "cuda")  # one call for all tensors: small models live on it
-    if config.optimizer == "sgd":
-        return torch.optim.SGD(listed, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0, fused=fused)
-    kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
-    return kind(listed, lr=config.lr, fused=fused)
+    if options.optimizer == "sgd":
+        return torch.optim.SGD(listed, lr=options.lr, momentum=options.momentum, nesterov=options.momentum > 0, fused=fused)
+    kind = torch.optim.AdamW if options.optimizer == "adamw" else torch.optim.Adam
+    return kind(listed, lr=options.lr, fused=fused)
 
 
 class Schedule:
     """Learning rate at each update: linear warm-up times cosine, step or plateau. A function of the update, but for plateau's memory."""
 
-    def __init__(self, config: Config, optimizer: torch.optim.Optimizer, updates_per_epoch: int) -> None:
-        self.config, self.optimizer, self.updates_per_epoch = config, optimizer, updates_per_epoch
+    def __init__(self, options: TrainingOptions, optimizer: torch.optim.Optimizer, updates_per_epoch: int) -> None:
+        self.options, self.optimizer, self.updates_per_epoch = options, optimizer, updates_per_epoch
         self.plateau = {"factor": 1.0, "best": math.inf, "stale": 0}
 
     def factor(self, update: int) -> float:
         """Share of the peak learning rate."""
-        config = self.config
-        warmup, total = config.warmup_epochs * self.updates_per_epoch, config.num_epochs * self.updates_per_epoch
+        options = self.options
+        warmup, total = options.warmup_epochs * self.updates_per_epoch, options.num_epochs * self.updates_per_epoch
         if update < warmup:
             return (update + 1) / (warmup + 1)
-        if config.scheduler == "cosine":
+        if options.scheduler == "cosine":
             return 0.5 * (1 + math.cos(math.pi * min(1.0, (update - warmup) / max(1, total - warmup))))
-        if config.scheduler == "step":
-            return config.lr_gamma ** (update // self.updates_per_epoch // config.lr_step)
+        if options.scheduler == "step":
+            return options.lr_gamma ** (update // self.updates_per_epoch // options.lr_step)
         return self.plateau["factor"]
 
     def before_update(self, update: int) -> None:
@@ -64,12 +64,12 @@ class Schedule:
 
     def after_epoch(self, val_loss: float | None) -> None:
         """Plateau: after more than `lr_step` epochs without a lower validation loss, the rate is multiplied by `lr_gamma`."""
-        if self.config.scheduler != "plateau" or val_loss is None:
+        if self.options.scheduler != "plateau" or val_loss is None:
             return
         memory = self.plateau
         memory["best"], memory["stale"] = (val_loss, 0) if val_loss < memory["best"] else (memory["best"], memory["stale"] + 1)
-        if memory["stale"] > self.config.lr_step:
-            memory["factor"], memory["stale"] = memory["factor"] * self.config.lr_gamma, 0
+        if memory["stale"] > self.options.lr_step:
+            memory["factor"], memory["stale"] = memory["factor"] * self.options.lr_gamma, 0
 
     @property
     def lr(self) -> float:

@@ -1,0 +1,88 @@
+"""The classifier: backbone, head and calibration. What it predicts, it says in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from classifiers.heads import Head
+from classifiers.predictors import Predictor
+from classifiers.retrieved import Retrieved
+from inputs.batches import AnyBatches
+from inputs.rows import Batch
+from utils import Diverged
+
+
+class Classifier(nn.Module):
+    """Backbone and head, and, once they are trained, the head's predictor after calibration.
+
+    `facts` go into its checkpoints: all it takes to rebuild it. `use_amp`: the backbone computes in half precision; features are
+    float32 all the same.
+    """
+
+    def __init__(self, backbone: nn.Module, head: Head, num_classes: int, facts: dict[str, Any], *, use_amp: bool = False) -> None:
+        super().__init__()
+        self.backbone, self.head = backbone, head
+        self.num_classes, self.facts, self.use_amp = num_classes, facts, use_amp
+        self.calibrated: Predictor | None = None  # None: the classifier answers as it was trained
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        return torch.autocast(device.type, amp_dtype(device)) if self.use_amp else nullcontext()
+
+    def features(self, batch: Batch) -> Tensor:
+        """(B, F). Of a frozen backbone they may have been computed before."""
+        with self.autocast(batch.x.device):
+            return (batch.x if batch.embedded else self.backbone(batch.x)).float()
+
+    def loss(self, batch: Batch) -> dict[str, Tensor]:
+        """Named terms, whose sum is minimized."""
+        features = self.features(batch)
+        with self.autocast(batch.x.device):
+            return {name: term.float() for name, term in self.head.loss(features, batch.target, batch.index).items()}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Inputs to log-probabilities, as trained."""
+        return self.head(self.backbone(x))
+
+    # ------------------------------------------------ many rows, in evaluation
+
+    @torch.no_grad()
+    def of_rows(self, rows: AnyBatches, answer: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """The features of all rows in their order, (N, F), or what `answer` makes of them, batch by batch."""
+        self.eval()
+        parts = []
+        for batch in rows.epoch():
+            features = self.features(batch)
+            parts.append(features if answer is None else answer(features))
+        return without_nan(torch.cat(parts))
+
+    @torch.no_grad()
+    def predict(self, x: Tensor, *, calibrated: bool = True) -> Tensor:
+        """Inputs to class probabilities (N, C): after calibration, if the classifier was calibrated, or as trained."""
+        self.eval()
+        features = self.features(Batch(x, x.new_empty(len(x)), x.new_empty(len(x))))
+        return self.log_probs(self.head.retrieve(features), calibrated=calibrated).exp()
+
+    @torch.no_grad()
+    def log_probs(self, retrieved: Retrieved, *, calibrated: bool = True) -> Tensor:
+        """The same of rows whose neighbors are found already, as log-probabilities."""
+        return self.predictor(calibrated=calibrated).predict(retrieved)
+
+    def predictor(self, *, calibrated: bool = True) -> Predictor:
+        """What answers."""
+        own = self.calibrated if calibrated and self.calibrated is not None else self.head.as_predictor()
+        return own.to(next((p.device for p in self.head.parameters()), None))
+
+
+def without_nan(outputs: Tensor) -> Tensor:
+    if lost := int(outputs.isnan().any(1).sum()):  # metrics of these would look like numbers
+        raise Diverged(f"the model gives NaN for {lost} of {len(outputs)} rows", 1)
+    return outputs
+
+
+def amp_dtype(device: torch.device) -> torch.dtype:
+    return torch.float16 if device.type == "cuda" and not torch.cuda.is_bf16_supported() else torch.bfloat16

@@ -1,0 +1,117 @@
+"""Baselines: the predictors shown beside a head's own, on the same rows and the same neighbors."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from classifiers.calibration import calibrate
+from classifiers.heads import Head
+from classifiers.neighbor_heads import AttnKnnHead, NeighborHead
+from classifiers.predictors import Interpolation, Predictor, Vote
+from classifiers.retrieved import Retrieved
+from classifiers.weights import WEIGHTS
+
+PLAIN = ("uniform", "distance")  # weights of the votes that stand beside every head
+
+
+class Predictors(nn.Module):
+    """A head's own predictor and its baselines by name, each as trained (`raw`) and, once `calibrate` was called, calibrated.
+
+    Not the head's own modules but copies: the head stays as it was trained.
+    """
+
+    def __init__(self, raw: Mapping[str, Predictor], own: str, mode: str, retriever: NeighborHead | None) -> None:
+        super().__init__()
+        self.own, self.mode = own, mode
+        self.raw = nn.ModuleDict({name: copy.deepcopy(predictor) for name, predictor in raw.items()})
+        with_prior = mode == "head" and retriever is not None
+        self.calibrated = nn.ModuleDict(
+            {name: with_a_prior(p, retriever) if with_prior and retriever else copy.deepcopy(p) for name, p in raw.items()}
+        )
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.raw)
+
+    def of(self, name: str, *, calibrated: bool) -> Predictor:
+        predictor: Any = (self.calibrated if calibrated else self.raw)[name]
+        found: Predictor = predictor
+        return found
+
+    def calibrate(self, retrieved: Retrieved, target: Tensor, seed: int) -> None:
+        for name in self.names:
+            self.calibrated[name] = calibrate(self.of(name, calibrated=True), retrieved, target, self.mode, seed)
+
+    def log_probs(self, retrieved: Retrieved, *, calibrated: bool) -> dict[str, Tensor]:
+        """Of each predictor, (N, C)."""
+        return {name: self.of(name, calibrated=calibrated).predict(retrieved) for name in self.names}
+
+    def by_k(self, retrieved: Retrieved, ks: Sequence[int]) -> dict[int, dict[str, Tensor]]:
+        """As trained, with the first k neighbors for each k, all from one search; no mean over several k."""
+        single = copy.deepcopy(self)
+        for name in single.names:
+            if vote := single.of(name, calibrated=False).vote_part:
+                vote.ensemble = ()
+        return {k: single.log_probs(retrieved.nearest(k), calibrated=False) for k in ks}
+
+
+def averaged(views: Sequence[Tensor]) -> Tensor:
+    """Of several views of the same rows, the logarithm of their mean probability."""
+    return torch.logsumexp(torch.stack(list(views)), 0) - math.log(len(views))
+
+
+def with_a_prior(predictor: Predictor, retriever: NeighborHead) -> Predictor:
+    """A copy whose vote has a prior: the class frequencies of the bank, where it had none."""
+    predictor = copy.deepcopy(predictor)
+    vote = predictor.vote_part
+    if vote is not None and vote.prior is None:
+        vote.prior = retriever.new_prior()
+        if retriever.bank is not None:
+            vote.prior.start_from(retriever.bank.labels)
+        vote.prior.to(predictor.log_temperature.device)
+    return predictor
+
+
+# ---------------------------------------------------------------- which baselines a head has
+
+
+def baseline_head(num_features: int, num_classes: int, **options: Any) -> AttnKnnHead:
+    """Attention over rows as they are, brought to unit length: for a head that has no bank, or no attention."""
+    heads = next(h for h in (4, 3, 2, 1) if num_features % h == 0)
+    return AttnKnnHead(num_features, num_classes, embed_dim=0, attention_heads=heads, contrastive_weight=0.0, **options)
+
+
+def beside_neighbors(head: NeighborHead, mode: str, attention: Vote | None = None) -> Predictors:
+    """Beside a head that has a bank: its parts, the votes without parameters, and `attention`, for a head without one of its own."""
+    vote = head.vote
+    device = vote.log_temperature.device
+    options: dict[str, Any] = {"ensemble": head.ensemble, "adaptive": head.adaptive_k}
+    raw: dict[str, Predictor] = {name: Vote(name, WEIGHTS[name], head.num_classes, **options) for name in PLAIN if name != vote.name}
+    raw = {name: plain.to(device) for name, plain in raw.items()} | {vote.name: vote}
+    if attention is not None:
+        raw["attention"] = attention
+    own = vote.name
+    if isinstance(head.predictor, Interpolation):
+        own = "interpolation"
+        raw = {"linear": head.predictor.linear, **raw, own: head.predictor}
+    return Predictors(raw, own, mode, head)
+
+
+def beside_features(head: Head, name: str, retriever: AttnKnnHead, mode: str) -> Predictors:
+    """Beside a head without a bank: the votes over the features of its backbone."""
+    # NOTE: this draws start values of priors that are not used. Without these draws the later ones would differ, and with them the
+    # last digits of every figure that was published with this program.
+    votes = beside_neighbors(retriever, mode)
+    others = {vote: votes.of(vote, calibrated=False) for vote in votes.names}
+    return Predictors({name: head.as_predictor(), **others}, name, mode, retriever)
+
+
+def alone(head: Head, name: str, mode: str) -> Predictors:
+    """No baselines."""
+    return Predictors({name: head.as_predictor()}, name, mode, None)

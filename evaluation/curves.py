@@ -1,0 +1,45 @@
+"""The epochs of a run, for people: train_eval_results.txt and curves.png."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+
+def write_epochs(folder: Path, final: str) -> None:
+    """train_eval_results.txt, a line an epoch and the final table; curves.png."""
+    epochs = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = []
+    for e in epochs:
+        val = f"  val_accuracy {e['val']['accuracy']:.4f}  val_nll {e['val']['nll']:.4f}" if e["val"] else ""
+        lines.append(f"epoch {e['epoch']}  loss {sum(e['train'].values()):.4f}{val}  lr {e['lr']:.3g}  seconds {e['seconds']:.1f}")
+    (folder / "train_eval_results.txt").write_text("\n".join([*lines, "", final]) + "\n")
+    draw_curves(epochs, folder / "curves.png")
+
+
+def draw_curves(epochs: list[dict[str, Any]], path: Path) -> None:
+    from matplotlib.figure import Figure  # without pyplot: no display, no global state
+    from matplotlib.ticker import FuncFormatter
+
+    figure = Figure(figsize=(13, 3.2), layout="constrained")
+    loss, accuracy = figure.subplots(1, 2)
+    steps = [e["epoch"] for e in epochs]
+    for name in epochs[0]["train"] if epochs else ():  # a line a term: a sum would be compared with the validation NLL
+        loss.plot(steps, [e["train"].get(name, math.nan) for e in epochs], label=f"training, {name}")
+    if epochs and epochs[0]["val"]:
+        loss.plot(steps, [e["val"]["nll"] for e in epochs], color="black", label="validation NLL")
+        accuracy.plot(steps, [100 * e["val"]["accuracy"] for e in epochs], color="tab:green", label="validation accuracy")
+        best = max(epochs, key=lambda e: (e["val"]["accuracy"], -e["val"]["nll"]))
+        for axes, value in ((loss, best["val"]["nll"]), (accuracy, 100 * best["val"]["accuracy"])):
+            axes.plot(best["epoch"], value, "o", color="tab:red", label=f"best epoch, {best['epoch']}")
+    loss.set(xlabel="epoch", ylabel="loss", yscale="log")
+    for which in (loss.yaxis.set_major_formatter, loss.yaxis.set_minor_formatter):
+        which(FuncFormatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "125" else ""))
+    accuracy.set(xlabel="epoch", ylabel="%")
+    for axes in (loss, accuracy):
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))  # beside the curves, never on them
+    figure.savefig(path, dpi=110)

@@ -1,0 +1,152 @@
+"""What a trained model is worth: its head beside the baselines on the same neighbors, before and after calibration.
+
+The evaluator is handed all that it judges and builds nothing. The test split is looked at here, once: features are computed once for
+each view of a row, and everything else reads them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from classifiers.classifier import Classifier
+from classifiers.metrics import confusion_matrix, detailed_metrics, standard_metrics
+from classifiers.neighbor_heads import NeighborHead
+from classifiers.retrieved import Retrieved
+from config import EvaluationOptions
+from evaluation.baselines import Predictors, averaged
+from evaluation.continual import Growth, predict_while_growing
+from evaluation.ood import detection
+from inputs.batches import AnyBatches, Sets
+from utils import whole_numbers
+
+LEFT_OUT = 10_000  # training rows, evenly spaced, that are classified without themselves
+
+
+@dataclass
+class Evaluator:
+    """A classifier and its baselines, on the rows of a run.
+
+    `retriever` finds the neighbors: the classifier's head, or one over its features for the baselines; None where there is no vote.
+    `headline`: whether the classifier's answer as trained or the calibrated one counts as the result. `foreign`: rows of another data
+    set, for --ood. `growth`: what bounds the bank that test rows join, for --continual.
+    """
+
+    classifier: Classifier
+    predictors: Predictors
+    retriever: NeighborHead | None
+    sets: Sets
+    options: EvaluationOptions
+    headline: Literal["raw", "calibrated"]
+    foreign: AnyBatches | None = None
+    growth: Growth | None = None
+
+    def retrieve(self, rows: Any, k: int | None = None) -> Retrieved:
+        features = self.classifier.of_rows(rows)
+        with torch.no_grad():
+            return (self.retriever or self.classifier.head).retrieve(features, k)
+
+    def evaluate(self) -> dict[str, Any]:
+        """The scores of the test split, of the head itself and of every predictor."""
+        test, retriever = self.sets.test, self.retriever
+        ks = sorted({*whole_numbers("k_eval", self.options.k_eval), *whole_numbers("k_ensemble", self.options.k_ensemble)})
+        k = max([*ks, retriever.k]) if retriever else None  # all k from one search
+        views = [self.retrieve(test.seen_as(view), k) for view in range(self.options.tta)]
+        plain, target = views[0], test.target
+        if retriever is not None:
+            views = [view.nearest(retriever.k) for view in views]
+        variants = self.variants(views)
+        own = [v for v in variants if v.startswith("raw") or self.headline == "calibrated"]  # the last is the result
+        of_own = {v: scores(variants[v][self.predictors.own], target) for v in own}
+        predicted = variants[own[-1]][self.predictors.own].argmax(1)
+        found: dict[str, Any] = {
+            "test": of_own[own[-1]],
+            "test_variants": of_own,
+            "confusion": confusion_matrix(predicted, target, self.classifier.num_classes).tolist(),
+        }
+        if retriever is not None:
+            of_each = {n: {v: scores(variants[v][n], target) for v in variants} for n in self.predictors.names}
+            found["predictors"] = {**self.circumstances(views[0]), **self.with_leave_one_out(of_each)}
+            if len(ks) > 1:
+                of_k = self.predictors.by_k(plain, ks)
+                found["predictors"]["by_k"] = {n: {k: standard_metrics(of_k[k][n], target) for k in ks} for n in of_k[ks[0]]}
+            if self.foreign is not None:
+                found["ood"] = self.out_of_distribution(views[0], variants[self.headline][self.predictors.own])
+            if self.growth is not None:
+                found["continual"] = self.continual(views[0], self.growth, target)
+        return found
+
+    def out_of_distribution(self, test: Retrieved, log_probs: Tensor) -> dict[str, Any]:
+        assert self.foreign is not None
+        foreign = self.retrieve(self.foreign)
+        unsure = self.classifier.log_probs(foreign, calibrated=self.headline == "calibrated")
+        names = {"dataset": self.foreign.data.name, "predictor": self.predictors.own}
+        return names | detection(test, foreign, log_probs, unsure)
+
+    def continual(self, test: Retrieved, growth: Growth, target: Tensor) -> dict[str, Any]:
+        """The best known predictor over the neighbors (the head's own, else the attention), with the bank as it is and growing."""
+        assert self.retriever is not None
+        name = self.predictors.own if self.classifier.head.wants_bank else "attention"
+        vote = self.predictors.of(name, calibrated=self.predictors.mode != "none")
+        grown, sizes = predict_while_growing(vote, self.retriever, growth, test.features, target)
+        return {"predictor": name, "before": scores(vote.predict(test), target), "after": scores(grown, target), **sizes}
+
+    def variants(self, views: list[Retrieved]) -> dict[str, dict[str, Tensor]]:
+        """Log-probabilities of each predictor as trained and calibrated, of the rows as they are and averaged over views."""
+        names = ("raw", "calibrated")[: 1 + (self.predictors.mode != "none")]
+        of_views = {name: [self.log_probs(view, calibrated=name == "calibrated") for view in views] for name in names}
+        found = {name: of_views[name][0] for name in names}
+        if len(views) > 1:
+            for name, several in of_views.items():
+                found[f"{name}_tta"] = {predictor: averaged([of[predictor] for of in several]) for predictor in several[0]}
+        return found
+
+    def log_probs(self, retrieved: Retrieved, *, calibrated: bool) -> dict[str, Tensor]:
+        """Of the classifier and of each baseline, (N, C)."""
+        answer = {self.predictors.own: self.classifier.log_probs(retrieved, calibrated=calibrated)}
+        return {n: answer[n] if n in answer else self.predictors.of(n, calibrated=calibrated).predict(retrieved) for n in self.predictors.names}
+
+    def circumstances(self, retrieved: Retrieved) -> dict[str, Any]:
+        """What the predictions rest on."""
+        retriever, predictors = self.retriever, self.predictors
+        assert retriever is not None
+        assert retriever.bank is not None
+        raw = {name: predictors.of(name, calibrated=False) for name in predictors.names}
+        own = predictors.of(predictors.own, calibrated=predictors.mode != "none")
+        found = {"k": retriever.k, "ensemble": list(retriever.ensemble), "bank": len(retriever.bank), "calibration": predictors.mode}
+        found["without_prior"] = [name for name, p in raw.items() if p is p.vote_part and p.vote_part.prior is None]
+        found["trained_afterwards"] = [name for name in raw if name == "attention" and not self.classifier.head.learned]
+        if own.vote_share is not None:
+            found["vote_share"] = own.vote_share
+        if retriever.adaptive_k:
+            votes = {name: predictor.vote_part for name, predictor in raw.items()}
+            found["neighbors"] = {name: vote.neighbors_with_weight(retrieved) if vote else 0.0 for name, vote in votes.items()}
+        return found
+
+    def with_leave_one_out(self, of_each: dict[str, Any]) -> dict[str, Any]:
+        """With the accuracy of each vote over training rows that are not their own neighbors."""
+        assert self.retriever is not None
+        retrieved, labels = leave_one_out(self.retriever)
+        for name in self.predictors.names:
+            predictor = self.predictors.of(name, calibrated=False)
+            if predictor.linear_part is None:  # a linear head has learned these rows
+                with torch.no_grad():
+                    right = torch.cat([predictor(block).argmax(1) for block in retrieved.blocks()]) == labels
+                of_each[name]["train_leave_one_out"] = right.double().mean().item()
+        return {"scores": of_each, "left_out_rows": len(labels)}
+
+
+def leave_one_out(retriever: NeighborHead) -> tuple[Retrieved, Tensor]:
+    """Training rows with their neighbors, themselves excluded, and their labels."""
+    bank = retriever.bank
+    assert bank is not None
+    some = torch.linspace(0, len(bank) - 1, min(len(bank), LEFT_OUT)).round().long()
+    device = retriever.vote.log_temperature.device
+    return retriever.leave_one_out(bank.ids[some].to(device)), bank.labels[some].to(device)
+
+
+def scores(log_probs: Tensor, target: Tensor) -> dict[str, float]:
+    return standard_metrics(log_probs, target) | detailed_metrics(log_probs, target)

@@ -1,0 +1,99 @@
+"""Checks across options, and of options against the rows: what would fail after training is found before it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from classifiers import HEADS
+from classifiers.index import kept
+from config import Config
+from inputs.rows import Data
+from run.directory import check_writable
+from training.bank import order_in_bank
+from utils import BadOption, options_of, say, whole_numbers
+
+
+def check_neighbors(config: Config, data: Data) -> None:
+    """What can only fail once there is a bank."""
+    options = config.head
+    head = HEADS[options.head]
+    if not head.wants_bank:
+        return
+    if absent := absent_classes(data):
+        raise BadOption("head", f"{options.head} votes for classes of training rows; there is none of {', '.join(absent[:10])}")
+    if options.bank_cap and options.bank_cap < data.num_classes:
+        raise BadOption("bank_cap", f"must be at least the number of classes ({data.num_classes})", options.bank_cap)
+    if lost := lost_classes(config, data):
+        raise BadOption("bank_cap", f"keeps no row of {', '.join(lost[:10])}; --bank_evict class-balanced does", options.bank_cap)
+    frozen = config.model.freeze_backbone or config.model.model == "identity"
+    plain_vote = "vote" in options_of(head) and "criterion" not in options_of(head)
+    if plain_vote and options.vote.partition("(")[0].strip() == "uniform" and not (options.contrastive_weight or frozen):
+        rule = "uniform teaches the backbone nothing: use --freeze_backbone or a --contrastive_weight above 0"
+        raise BadOption("vote", rule, options.vote)
+    rows, rate, least = rows_in_bank(config, data), options.neighbor_sample, options.k_train + 2  # a mixed row leaves out two
+    if rate < 1 and round(rate * rows) < least:
+        raise BadOption("neighbor_sample", f"must leave at least k_train + 2 ({least}) of the bank's {rows} rows", rate)
+
+
+def check_validation(config: Config, data: Data) -> None:
+    """Without validation rows, what needs them is refused, and what follows from having none is said."""
+    if data.val is not None:
+        return
+    for name, asked in {"patience": config.training.patience, "scheduler": config.training.scheduler == "plateau"}.items():
+        if asked:
+            raise BadOption(name, needs_validation(config, data), getattr(config.training, name))
+    why = rounded_away(config, data) or f"--val_fraction {config.data.val_fraction}"
+    say(f"validation: no rows ({why}), so the last epoch counts as the best")
+    head = HEADS[config.head.head]
+    if head.wants_bank and config.evaluation.calibrate is None:
+        fitted = "interpolation" in options_of(head) and config.head.interpolation is None
+        say(f"calibrate: none (no validation rows{'; lambda stays at one half' if fitted else ''})")
+
+
+def needs_validation(config: Config, data: Data) -> str:
+    return f"needs validation rows ({rounded_away(config, data) or '--val_fraction above 0'})"
+
+
+def rounded_away(config: Config, data: Data) -> str:
+    """Why there are no validation rows where some were asked for."""
+    asked = config.data.val_fraction
+    return f"--val_fraction {asked} rounds to 0 of {len(data.train)} rows, class by class" if asked else ""
+
+
+def check_evaluation(config: Config, data: Data) -> None:
+    """What the evaluation at the end could not do."""
+    options = config.evaluation
+    if options.tta > 1 and data.kind == "table":
+        raise BadOption("tta", "needs images: the rows of a table have no views", options.tta)
+    if options.calibrate not in (None, "none") and data.val is None:
+        raise BadOption("calibrate", needs_validation(config, data), options.calibrate)
+    if config.system.feature_cache and config.model.freeze_backbone:
+        check_writable(Path(config.system.feature_cache), "feature_cache")
+    if not (HEADS[config.head.head].wants_bank or options.baselines):
+        for name in ("ood", "continual", "k_eval", "k_ensemble", "adaptive_k"):
+            if getattr(options, name):
+                raise BadOption(name, "needs a bank: a head over neighbors, or --baselines", getattr(options, name))
+    rows = rows_in_bank(config, data)
+    for name, asked in {"k_train": config.head.k_train, "k_eval": options.k_eval, "k_ensemble": options.k_ensemble}.items():
+        if name not in config.ignored and max(whole_numbers(name, asked), default=1) > rows:
+            raise BadOption(name, f"must be at most the number of rows in the bank ({rows})", asked)
+
+
+def absent_classes(data: Data) -> list[str]:
+    return [data.classes[c] for c, count in enumerate(data.summary["class_counts"]) if not count]
+
+
+def rows_in_bank(config: Config, data: Data) -> int:
+    return min(len(data.train), config.head.bank_cap or len(data.train))
+
+
+def lost_classes(config: Config, data: Data) -> list[str]:
+    """Classes of which a bank with a cap keeps no row."""
+    if not config.head.bank_cap:
+        return []
+    labels = torch.from_numpy(data.train.y)[order_in_bank(len(data.train), config.system.seed)]
+    stays = kept(labels, torch.arange(len(labels)), config.head.bank_cap, config.head.bank_evict)
+    counts = labels[stays].bincount(minlength=data.num_classes).tolist()
+    return [name for name, count in zip(data.classes, counts, strict=True) if not count]

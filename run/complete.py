@@ -1,0 +1,132 @@
+"""A configuration completed: what was typed, presets and defaults, less what has no effect in this run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import config as flags
+import layers
+from classifiers import HEADS
+from config import Config
+from inputs.rows import Data
+from run.checks import absent_classes, check_neighbors, check_validation
+from run.presets import with_presets
+from utils import options_of, parse_parts, say
+
+DEFAULT_K, DINO_K = 16, 20  # neighbors in training, and of the baselines of a head without a bank
+MOST_ROWS = 100_000  # of a training split that gets baselines unasked
+DEFAULTS = {name: f.default for name, f in flags.FIELDS.items() if name in flags.TOPIC_OF and f.default is not dataclasses.MISSING}
+
+SIZES = ("patch_size", "num_layers", "num_heads", "d_hidden", "d_mlp")  # a timm model has its own
+CONTRASTIVE = ("contrastive_form", "contrastive_temperature", "contrastive_margin", "hard_negatives")
+DEFAULT = object()  # the value that an option has when nobody gives one
+
+
+def complete(given: Mapping[str, Any], data: Data) -> Config:
+    """The configuration with nothing left open, and checked across options."""
+    values = with_defaults(given, data.shape, data.summary)
+    idle: dict[str, tuple[str, Any]] = {}
+    for reason, names in without_effect(values, data):
+        idle = {name: (reason, value) for name, value in names.items()} | idle
+    neutral = {name: value for name, (_, value) in idle.items() if value is not DEFAULT}
+    effective = {name: value for name, value in given.items() if name not in idle} | neutral
+    config = Config.of(with_defaults(effective, data.shape, data.summary), {name: reason for name, (reason, _) in idle.items()})
+    tell_ignored(config, given)
+    if votes_only(values) and frozen(values) and not projects(values) and "num_epochs" not in given:
+        config = config.but(num_epochs=1, warmup_epochs=0.0)
+        say("num_epochs: 1 (a plain vote over a frozen backbone has only its prior to learn)")
+    if config.evaluation.baselines and not HEADS[config.head.head].wants_bank and (absent := absent_classes(data)):
+        config = config.but(baselines=False)
+        say(f"baselines: none; there is no training row of {', '.join(absent[:10])}")
+    check_neighbors(config, data)
+    check_validation(config, data)
+    return config
+
+
+def with_defaults(given: Mapping[str, Any], shape: tuple[int, ...], summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Every option with a value, whether it has an effect or not."""
+    values = {**DEFAULTS, **with_presets(given, shape)}
+    known = options_of(HEADS[values["head"]])
+    values.setdefault("k_train", DINO_K if "vote" in known and weights_name(values) == "softmax-cosine" else DEFAULT_K)
+    values.setdefault("baselines", summary["train"] <= MOST_ROWS)
+    return values
+
+
+def tell_ignored(config: Config, given: Mapping[str, Any]) -> None:
+    """Names the options that were given a value and have no effect, by what makes it so."""
+    now, of_reason = config.flat(), dict[str, list[str]]()
+    for name, reason in config.ignored.items():
+        if name in given and given[name] != now[name]:
+            of_reason.setdefault(reason, []).append(f"--{name}")
+    for reason, names in of_reason.items():
+        say(f"ignored because of {reason}: {', '.join(names)}")
+
+
+# ---------------------------------------------------------------- what has no effect
+
+
+def without_effect(values: Mapping[str, Any], data: Data) -> list[tuple[str, dict[str, Any]]]:
+    """What makes which options idle, and the values that they have then."""
+    model, head = values["model"], HEADS[values["head"]]
+    of_model: dict[str, Any] = default(SIZES) if model.startswith("timm/") else {}
+    if data.kind == "table":
+        of_model |= {"noise": 0.0, "augment": False, "resize": 0, "cutmix_alpha": 0.0, **default(["views"])}
+    if model in ("mlp", "identity"):
+        of_model |= default(("layer", "patch_size", "num_heads", "attention_dropout", *flags.LAYER_OPTIONS))
+    if model == "identity":
+        of_model |= default(("num_layers", "d_hidden", "d_mlp", "lr_backbone"))
+    found: list[tuple[str, dict[str, Any]]] = [(f"--model {model} on {data.kind} rows", of_model)]
+    if model not in ("mlp", "identity"):
+        found += [(reason, default([name])) for name, reason in idle_layer_options(values).items()]
+    if values["freeze_backbone"]:
+        found += [("--freeze_backbone", {**default(["lr_backbone"]), "cutmix_alpha": 0.0, "use_compiled": False})]
+        found += [("--no-augment", default(["views"]))] if not values["augment"] else []
+    else:
+        found += [("a backbone in training (no --freeze_backbone)", default(("views", "feature_cache")))]
+    known, elsewhere = options_of(head), {"views", "memory_update_freq"} if head.wants_bank else {"views"}
+    if values["continual"] and not head.wants_bank:
+        elsewhere |= {"bank_cap", "bank_evict"}  # of the bank that grows
+    of_head = default(name for name in (*flags.HEAD_OPTIONS, "criterion") if name not in known and name not in elsewhere)
+    of_head |= default(["baselines"] if head.wants_bank else ["lr_projection"])
+    found += [(f"--head {values['head']}", of_head | default([] if head.learned else ["lr_attention"]))]
+    found += [("--embed_dim 0", default(["lr_projection"]))] if not projects(values) else []
+    found += [("a bank without --bank_cap", default(["bank_evict"]))] if not values["bank_cap"] else []
+    if frozen(values) and not projects(values):  # a contrastive loss could move nothing
+        found += [("a frozen backbone with --embed_dim 0", {"contrastive_weight": 0.0, **default(CONTRASTIVE)})]
+    elif not values["contrastive_weight"]:
+        found += [("--contrastive_weight 0", default(CONTRASTIVE))]
+    other = "contrastive_temperature" if values["contrastive_form"] == "margin" else "contrastive_margin"
+    return [*found, (f"--contrastive_form {values['contrastive_form']}", default([other]))]
+
+
+def idle_layer_options(values: Mapping[str, Any]) -> dict[str, str]:
+    """Options that no layer takes, or that every layer which has them sets in its call."""
+    calls = [call for call, _ in parse_parts(values["layer"], "layer")]
+    given = [name for name in flags.LAYER_OPTIONS if values[name] is not None]
+    return {name: f"--layer {values['layer']}" for name in layers.unused_options(calls, given)}
+
+
+def default(names: Iterable[str]) -> dict[str, Any]:
+    return dict.fromkeys(names, DEFAULT)
+
+
+def frozen(values: Mapping[str, Any]) -> bool:
+    return values["freeze_backbone"] or values["model"] == "identity"
+
+
+def projects(values: Mapping[str, Any]) -> bool:
+    """Whether the head has a projection to embeddings; unset, one that learns to attend has."""
+    return HEADS[values["head"]].learned if values["embed_dim"] is None else values["embed_dim"] > 0
+
+
+def votes_only(values: Mapping[str, Any]) -> bool:
+    """Whether the head is a vote that learns nothing, with no linear layer beside it."""
+    known = options_of(HEADS[values["head"]])
+    return "vote" in known and "criterion" not in known
+
+
+def weights_name(values: Mapping[str, Any]) -> str:
+    """Of the vote, without its options: "softmax-cosine(temperature=0.1)"."""
+    return values["vote"].partition("(")[0].strip()

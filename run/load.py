@@ -1,0 +1,71 @@
+"""A finished or stopped run, loaded to be looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import config as flags
+from classifiers.bank import Bank
+from classifiers.classifier import Classifier
+from config import Config
+from inputs.rows import Data
+from run.parts import build_model, choose_device, load_data, loader
+from run.plugin import load_plugin
+from run.saved import check_same, run_of, saved_config
+from training import checkpoint
+from training.bank import build_bank
+from utils import BadOption, say, shortened
+
+
+class Loaded(NamedTuple):
+    """Everything that a run's checkpoint holds."""
+
+    config: Config
+    data: Data
+    model: Classifier
+    device: torch.device
+    facts: dict[str, Any]
+    baseline_bank: Bank | None  # of a head without one, if it was saved with baselines
+    predictors: dict[str, torch.Tensor] | None  # fitted ones, the head's own and its baselines
+    folder: Path  # the run
+
+    @property
+    def has_run_rows(self) -> bool:
+        """Whether these are the rows that the run was trained on."""
+        same: bool = self.data.summary["sha256"] == self.facts["data"]["sha256"]
+        return same
+
+
+def load(path: str, given: Mapping[str, Any]) -> Loaded:
+    """The evaluated model of a run, a checkpoint folder or a file in it; `given` changes only what may change in a test."""
+    source = checkpoint.find(path)
+    tensors, facts = checkpoint.load(source, "model", "ema", "bank", "baseline_bank", "predictors")
+    config = saved_config(facts, given, flags.free_in_test(facts["config"], given), "checkpoint")
+    if "predictors" in tensors and "baselines" not in given:
+        config = config.but(baselines="baseline_bank" in tensors)
+    load_plugin(config.system.plugin)
+    device = choose_device(config.system.device)
+    data = load_data(config.flat(), facts["fitted"])
+    check_same(data, facts)
+    saved = {name: facts["config"].get(name) for name in ("bank_cap", "bank_evict")}  # another cap is for the bank that grows
+    model = build_model(config.but(**{k: v for k, v in saved.items() if v or k == "bank_cap"}), data, device, trained=True)
+    try:
+        model.load_state_dict(tensors.get("ema", tensors["model"]))
+    except RuntimeError as error:  # a plugin that was edited since
+        raise BadOption("checkpoint", f"does not fit the model that its configuration builds ({shortened(str(error), 120)})", path) from None
+    banks = {name: Bank.unpack(tensors[name], facts[name]) for name in ("bank", "baseline_bank") if name in tensors}
+    loaded = Loaded(config, data, model, device, facts, banks.get("baseline_bank"), tensors.get("predictors"), run_of(source))
+    # NOTE: where training stopped, the bank is the one that training voted with, of earlier weights.
+    stale = "training" in facts and loaded.has_run_rows
+    if "bank" in banks and not stale:
+        model.head.refresh(banks["bank"])
+    elif model.head.wants_bank:
+        say("bank: the training rows are embedded anew")
+        rows = loader(config, data, "train", device)
+        assert rows is not None
+        build_bank(model, rows.plain())
+    return loaded

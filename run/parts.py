@@ -1,0 +1,251 @@
+"""The parts of a run, built from its configuration: device, data, model, loaders."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dataset
+import models
+from classifiers import HEADS, Bank, Head
+from classifiers.classifier import Classifier, without_nan
+from classifiers.index import check_kind
+from config import LAYER_OPTIONS, Config
+from evaluation import cost
+from inputs import store
+from inputs.batches import AnyBatches, Batches, Sets
+from inputs.features import Features, Reading, digest_of
+from inputs.rows import Batch, Data, Split
+from run.checks import rows_in_bank
+from run.provenance import versions
+from utils import BadOption, options_of, say, seed_everything, whole_numbers
+
+
+def choose_device(name: str) -> torch.device:
+    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name == "auto":
+        name = next(kind for kind in ("cuda", "mps", "cpu") if present[kind])
+        reason = {"cuda": "a CUDA device was found", "mps": "an Apple GPU was found", "cpu": "no CUDA device found"}
+        say(f"device: {name} ({reason[name]})")
+    if not present[name]:
+        raise BadOption("device", f"must be one that is here (no {name.upper()} device found)", name)
+    return torch.device(name)
+
+
+# ---------------------------------------------------------------- data
+
+
+def load_data(values: Mapping[str, Any], fitted: dict[str, Any] | None = None) -> Data:
+    """From flags and their values. `fitted`: the statistics of an earlier run's training split."""
+    options = {k: values[k] for k in ("val_fraction", "seed", "label_noise", "imbalance") if k in values}
+    ready = values.get("model") == "identity"
+    return dataset.load(values.get("dataset", "digits"), values.get("data_path", "./data"), fitted=fitted, ready=ready, **options)
+
+
+def with_published_normalization(config: Config, data: Data) -> Data:
+    """Pretrained weights want the mean and standard deviation they were trained with: a run's own, or those that timm names."""
+    pretrained = config.model.pretrained
+    if not pretrained or len(data.shape) != 3:
+        return data
+    folder = Path(pretrained).parent
+    fitted: dict[str, Any] = {}
+    if pretrained != "hub" and (folder / store.INDEX).exists():
+        facts = store.load(folder, "none")[1]
+        warn_of_seen_rows(config, facts["config"])
+        fitted = facts["fitted"] if len(facts["shape"]) == 3 and facts["shape"][0] == data.shape[0] else {}
+    elif config.model.model.startswith("timm/") and data.shape[0] == 3:
+        from models.backbones import normalization
+
+        fitted = normalization(config.model.model)
+    return dataclasses.replace(data, fitted={**data.fitted, **fitted})
+
+
+def warn_of_seen_rows(config: Config, before: Mapping[str, Any]) -> None:
+    """NOTE: with another split, rows that the backbone was trained on would pick the epoch and set the confidence."""
+    now = {"seed": config.system.seed, "val_fraction": config.data.val_fraction}
+    differ = [name for name in now if now[name] != before[name]]
+    if before["dataset"] == config.data.dataset and differ:
+        as_then = " ".join(f"--{name} {before[name]}" for name in differ)
+        say(f"pretrained: that run split the rows otherwise, so it has seen validation rows of this one; {as_then} gives its split")
+
+
+# ---------------------------------------------------------------- model
+
+
+def build_model(config: Config, data: Data, device: torch.device, *, trained: bool = False) -> Classifier:
+    """Seeds, then builds backbone and head. `trained`: its weights will come from a checkpoint, not from --pretrained."""
+    seed_everything(config.system.seed, config.system.deterministic)
+    options, layers = config.model, config.layers
+    spec = models.ModelSpec(
+        name=options.model,
+        shape=input_shape(config, data),
+        num_classes=data.num_classes,
+        layer=layers.layer,
+        layer_options={k: v for k in LAYER_OPTIONS if (v := getattr(layers, k)) is not None},
+        patch_size=options.patch_size,
+        depth=options.num_layers,
+        dim=options.d_hidden,
+        num_heads=options.num_heads,
+        d_mlp=options.d_mlp,
+        dropout=options.dropout,
+        attention_dropout=options.attention_dropout,
+        pretrained=None if trained else options.pretrained,
+    )
+    backbone: Any = models.build(spec)
+    head = build_head(config, backbone.num_features, data.num_classes)
+    if options.freeze_backbone:
+        backbone.requires_grad_(False)
+        if not (options.pretrained or trained or options.model == "identity"):
+            say("freeze_backbone: its weights are random (no --pretrained)")
+    if start := getattr(backbone, "classifier_weights", None):
+        start_from(head, start)
+    facts = {
+        "config": config.flat(),
+        "ignored": dict(config.ignored),
+        "classes": list(data.classes),
+        "shape": list(data.shape),
+        "fitted": data.fitted,
+        "data": data.summary,
+        "versions": versions(),
+        "threads": torch.get_num_threads(),
+    }
+    return Classifier(backbone, head, data.num_classes, facts, use_amp=config.system.use_amp).to(device)
+
+
+def build_head(config: Config, num_features: int, num_classes: int) -> Head:
+    head_class = HEADS[config.head.head]
+    known = options_of(head_class)
+    options = {k: v for k, v in config.flat().items() if k in known and v is not None}
+    try:
+        return head_class(num_features, num_classes, **options)
+    except BadOption as error:
+        if error.option != "embed_dim" or "attention_heads" not in known:
+            raise
+        rule = f"must be a multiple of --attention_heads ({config.head.attention_heads})"
+        if config.head.embed_dim == 0:
+            raise BadOption("embed_dim", f"0 leaves {num_features} features, whose number {rule}") from None
+        raise BadOption("embed_dim", rule, error.value) from None
+
+
+def start_from(head: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """A pretrained classifier of the same classes is the start of a linear head."""
+    layer = getattr(getattr(head, "linear", head), "fc", None)
+    if isinstance(layer, torch.nn.Linear) and layer.weight.shape == weights["weight"].shape:
+        layer.load_state_dict(dict(weights))
+        say("head: starts from the pretrained classifier")
+
+
+def dry_run(model: Classifier, data: Data, config: Config, device: torch.device) -> float:
+    """GFLOPs of one row, the search in a bank not counted. The first forward pass, before anything is written: what can't work
+    fails here."""
+    model.eval()
+    x = torch.zeros(1, *input_shape(config, data), device=device)
+    if not model.head.wants_bank or model.head.bank is not None:
+        return cost.gflops(model, x)
+    with torch.no_grad():
+        dim = model.head.embed(model.backbone(x)).shape[1]
+    check_kind(config.head.index, dim, rows_in_bank(config, data))
+    asked = (whole_numbers(name, getattr(config.evaluation, name)) for name in ("k_eval", "k_ensemble"))
+    rows = max(data.num_classes, 1 + max(config.head.k_train, *(k for ks in asked for k in ks)))
+    model.head.refresh(random_bank(dim, rows, data.num_classes))
+    gflops = cost.gflops(model, x)
+    model.head.bank = None
+    return gflops
+
+
+def random_bank(dim: int, rows: int, num_classes: int) -> Bank:
+    """A bank for measuring, not for voting."""
+    bank = Bank(dim, kind="flat")
+    random = torch.randn(rows, dim, generator=torch.Generator().manual_seed(0))  # its own: weights must not depend on this
+    bank.add(torch.nn.functional.normalize(random), torch.arange(rows) % num_classes)
+    return bank
+
+
+# ---------------------------------------------------------------- loaders
+
+
+def input_shape(config: Config, data: Data) -> tuple[int, ...]:
+    side = config.data.resize
+    return (data.shape[0], side, side) if len(data.shape) == 3 and side else data.shape
+
+
+def loader(config: Config, data: Data, part: str, device: torch.device) -> Batches | None:
+    """The rows of a split as this run's model reads them."""
+    split = getattr(data, part)
+    return None if split is None else _batches(config, data, split, device, train=part == "train")
+
+
+def _batches(config: Config, data: Data, split: Split, device: torch.device, *, train: bool = False) -> Batches:
+    shape = input_shape(config, data)
+    return Batches(
+        split,
+        data,
+        batch_size=config.training.batch_size,
+        device=device,
+        size=(shape[1], shape[2]) if len(shape) == 3 else None,
+        train=train,
+        augment=config.data.augment and train,
+        noise=config.data.noise,
+        seed=config.system.seed,
+        workers=config.system.workers,
+    )
+
+
+def loaders(config: Config, data: Data, model: Classifier, device: torch.device, folder: Path | None) -> Sets:
+    """Training, validation and test rows: images or table rows or, under a frozen backbone, features computed once.
+
+    `folder` is the run, which keeps what it computes once; None: these rows are not the run's.
+    """
+    named = config.system.feature_cache
+    cache = Path(named) if named else folder / "features" if folder else None
+    kept = features_of(config, model, cache) if config.model.freeze_backbone else None
+
+    def rows(part: str) -> AnyBatches | None:
+        images = loader(config, data, part, device)
+        if images is None or kept is None:
+            return images
+        views = config.evaluation.tta if part == "test" else 1
+        return kept.batches(part, images, views=views, epochs=config.head.views if images.augment else 0)
+
+    train, val, test = (rows(part) for part in ("train", "val", "test"))
+    assert train is not None
+    assert test is not None
+    return Sets(train, val, test)
+
+
+def features_of(config: Config, model: Classifier, folder: Path | None) -> Features:
+    """The features of a frozen backbone, kept in `folder`."""
+
+    def embed(batch: Batch) -> torch.Tensor:
+        model.eval()
+        return without_nan(model.features(batch))
+
+    values = config.flat()
+    # Weights don't tell these. None stands for what the model has no use for: caches that were made before must be found again.
+    layer = tuple(None if n in config.ignored else values[n] for n in ("layer", "num_heads", "patch_size", *LAYER_OPTIONS))
+    weights = digest_of(*(tensor for _, tensor in sorted(model.backbone.state_dict().items())))
+    return Features(embed, weights, Reading(config.model.model, layer, config.system.use_amp), folder)
+
+
+def foreign_rows(config: Config, data: Data, name: str, device: torch.device) -> Batches:
+    """The test rows of another data set as this model reads images: normalized alike, at its size, gray as color."""
+    values = {**config.flat(), "dataset": name, "label_noise": None, "imbalance": 1.0}
+    try:
+        other = load_data(values, data.fitted if data.kind == "table" else None)  # columns in the units of the run
+    except BadOption as error:
+        raise BadOption("ood", error.rule, error.value) from None
+    if other.kind != data.kind or (data.kind == "table" and other.shape != data.shape):
+        rule = f"must have rows like those of {data.name} ({data.kind} {data.shape}), not {other.kind} {other.shape}"
+        raise BadOption("ood", rule, name)
+    split, channels = other.test, data.shape[0]
+    if data.kind == "image" and other.shape[0] != channels:
+        if other.shape[0] != 1:
+            rule = "must have one channel" if channels == 1 else f"must have one channel, or {channels}"
+            raise BadOption("ood", f"{rule}: {data.name} has {channels}", f"{name} with {other.shape[0]}")
+        split = Split(split.x.repeat(channels, 1), split.y)
+    alike = dataclasses.replace(other, name=name, shape=data.shape, fitted=data.fitted, flip=data.flip)
+    return _batches(config, alike, split, device)

@@ -1,0 +1,63 @@
+"""What a run has saved, in today's words: its configuration, its checkpoint, with what may be changed when it goes on or is tested."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import config as flags
+import dataset
+from config import Config
+from inputs import store
+from inputs.rows import Data
+from run.complete import with_defaults
+from training import checkpoint
+from utils import BadOption, say
+
+
+def saved_config(facts: Mapping[str, Any], given: Mapping[str, Any], free: frozenset[str], flag: str) -> Config:
+    """The configuration in a checkpoint, with those of its options changed that may change."""
+    saved = flags.with_new_names(facts["config"])
+    if strange := [name for name in saved if name not in flags.FIELDS]:
+        raise BadOption(flag, f"was written by a version with other options ({', '.join(strange)})")
+    set_then = {name: value for name, value in saved.items() if value is not None}
+    # An option newer than the checkpoint has its default.
+    config = Config.of(with_defaults(set_then, tuple(facts["shape"]), facts["data"]), facts.get("ignored"))
+    before = config.flat()
+    for name, value in given.items():
+        if name not in free and value != before[name]:
+            raise BadOption(name, f"contradicts --{flag}, which has {before[name]}", value)
+    return config.but(**{name: value for name, value in given.items() if name in free})
+
+
+def check_same(data: Data, facts: Mapping[str, Any]) -> None:
+    """The data set must fit a model that exists."""
+    if len(data.shape) == 3 and len(facts["shape"]) == 1:  # the other way round, the encoder of tables says it
+        raise BadOption("dataset", "has images, and the model reads the rows of a table")
+    if data.num_classes != len(facts["classes"]):
+        raise BadOption("checkpoint", f"is for {len(facts['classes'])} classes, and {data.name} has {data.num_classes}")
+    if list(data.classes) != facts["classes"]:
+        say(f"classes: matched by number; the checkpoint has {facts['classes'][:3]} ..., {data.name} has {list(data.classes[:3])} ...")
+    if list(data.shape) != facts["shape"] and (len(data.shape) != 3 or data.shape[0] != facts["shape"][0] or not facts["config"]["resize"]):
+        raise BadOption("checkpoint", f"is for rows of shape {tuple(facts['shape'])}, and {data.name} has {data.shape}")
+
+
+def run_of(checkpoint_folder: Path) -> Path:
+    """The run that holds a checkpoint folder; the folder itself where it was copied out of its run."""
+    return checkpoint_folder.parent.parent if checkpoint_folder.parent.name == "checkpoints" else checkpoint_folder
+
+
+def with_absolute_paths(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Files as the run will find them again, wherever it is resumed from."""
+    paths = {name: str(Path(given[name]).resolve()) for name in ("data_path", "plugin", "feature_cache") if given.get(name)}
+    if (weights := given.get("pretrained")) and weights != "hub":
+        of_run = Path(weights).is_dir()
+        file = store.file_of(checkpoint.find(weights, flag="pretrained"), "model") if of_run else Path(weights)
+        paths["pretrained"] = str(file.resolve())
+    for name in ("dataset", "ood", "label_noise"):
+        text = str(given.get(name) or "")
+        prefix, colon, path = text.partition(":") if name != "label_noise" else ("", "", text)
+        if (colon and prefix in dataset.PREFIXES and path) or ".npz" in path:
+            paths[name] = f"{prefix}{colon}{Path(path).resolve()}"
+    return {**given, **paths}

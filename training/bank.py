@@ -1,0 +1,66 @@
+"""The bank in training: built from the rows of the training split, and built anew as the weights move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from classifiers.bank import Bank
+from classifiers.classifier import Classifier, without_nan
+from inputs.batches import BANK, AnyBatches
+from training.state import TrainingState
+from utils import fold_in
+
+
+@torch.no_grad()
+def build_bank(model: Classifier, rows: AnyBatches) -> None:
+    """Hands a head that looks at neighbors a bank of the embeddings of all rows, as evaluation sees them. Of no other head."""
+    if not model.head.wants_bank:
+        return
+    model.eval()
+
+    def blocks() -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in rows.epoch():
+            yield batch.index.cpu(), without_nan(model.head.embed(model.features(batch))).float().cpu()
+
+    stream = blocks()
+    first = next(stream)
+    bank = Bank(first[1].shape[1], **model.head.bank_options)
+    count = len(rows.target)
+    ids = torch.arange(count) if bank.cap is None else order_in_bank(count, rows.seed)
+    bank.refresh(rows.target.cpu()[ids], ids, chain([first], stream))
+    model.head.refresh(bank)
+
+
+def order_in_bank(rows: int, seed: int) -> Tensor:
+    """Of a bank with a cap, where who comes last stays: that must not depend on the order of a file."""
+    return torch.from_numpy(np.random.default_rng(fold_in(seed, BANK)).permutation(rows))
+
+
+class BankRefresher:
+    """Keeps the banks near the weights: one of the averaged weights for each evaluation, and the same for training every so often.
+
+    With weight averaging, a row in training is thus compared with what the averaged weights made of the others.
+    """
+
+    def __init__(self, state: TrainingState, rows: AnyBatches, every: float) -> None:
+        self.state, self.rows = state, rows
+        self.every = max(1, round(every * state.schedule.updates_per_epoch))
+        self.built_at = -1  # update whose weights made the averaged model's bank
+
+    def for_training(self) -> None:
+        state = self.state
+        if state.bank is None or state.place.updates % self.every == 0:
+            self.for_evaluation()
+            state.bank = state.averaged.head.bank
+        if state.bank is not None and state.model.head.bank is not state.bank:  # evaluation has put a newer one in its place
+            state.model.head.refresh(state.bank)
+
+    def for_evaluation(self) -> None:
+        if self.built_at != self.state.place.updates:
+            build_bank(self.state.averaged, self.rows)
+            self.built_at = self.state.place.updates

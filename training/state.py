@@ -1,0 +1,123 @@
+"""Where training stands: everything that it changes, to disk and back."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from classifiers.bank import Bank
+from classifiers.classifier import Classifier, amp_dtype
+from config import Config
+from inputs import store
+from training import checkpoint
+from training.optimizer import Average, Schedule, make_optimizer
+from utils import Diverged
+
+
+@dataclass
+class Place:
+    """How far a run has come. All of it is saved, so that a stop anywhere leaves no trace."""
+
+    epoch: int = 0
+    batch: int = 0  # batches of this epoch that are done
+    updates: int = 0
+    rows: int = 0
+    losses: dict[str, float] = field(default_factory=dict)  # sums over the rows of this epoch
+    loss_rows: int = 0
+    grad_norm: float = 0.0
+    best: dict[str, float] | None = None  # validation scores of the best epoch
+    best_epoch: int = 0
+    stale: int = 0  # epochs since
+    seconds: float = 0.0
+
+    def mean_losses(self) -> dict[str, float]:
+        return {name: total / self.loss_rows for name, total in self.losses.items()}
+
+    def next_epoch(self, scores: dict[str, float] | None, better: bool) -> None:
+        self.epoch, self.batch, self.losses, self.loss_rows = self.epoch + 1, 0, {}, 0
+        self.best_epoch, self.best, self.stale = (self.epoch, scores, 0) if better else (self.best_epoch, self.best, self.stale + 1)
+
+
+class TrainingState:
+    """Everything that training changes: weights, their average, optimizer, schedule, loss scale, bank, place."""
+
+    def __init__(self, config: Config, model: Classifier, batches_per_epoch: int, device: torch.device) -> None:
+        self.options, self.seed, self.model = config.training, config.system.seed, model
+        self.place = Place()
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.optimizer = make_optimizer(self.options, model)
+        self.schedule = Schedule(self.options, self.optimizer, math.ceil(batches_per_epoch / self.options.accumulate))
+        self.ema = copy.deepcopy(model).requires_grad_(False) if self.options.ema_decay else None
+        self.average = Average(self.ema, model) if self.ema is not None else None
+        self.bank: Bank | None = None  # that training votes with
+        self.scaler = torch.amp.GradScaler(device.type, enabled=model.use_amp and amp_dtype(device) is torch.float16)
+        if config.system.use_compiled:
+            model.backbone.compile(mode=config.system.compile_mode)
+
+    @property
+    def averaged(self) -> Classifier:
+        """The weights that are evaluated."""
+        return self.ema or self.model
+
+    def require_finite(self, loss: float) -> None:
+        """NOTE: one step on a NaN gradient poisons AdamW's averages for good. With loss scaling an infinite norm is the scaler's
+        business: it skips the step and lowers the scale."""
+        place = self.place
+        if math.isfinite(loss) and (math.isfinite(place.grad_norm) or self.scaler.is_enabled()):
+            return
+        worst, name = 0.0, "none"
+        for key, parameter in self.parameters.items():
+            largest = parameter.grad.abs().nan_to_num(math.inf).max().item() if parameter.grad is not None else 0.0
+            if largest > worst:
+                worst, name = largest, key
+        size = "not finite" if math.isinf(worst) else f"{worst:.3g}"
+        raise Diverged(
+            f"training diverged in epoch {place.epoch + 1}, step {place.updates + 1}: loss {loss:.4g}, "
+            f"gradient norm {place.grad_norm:.4g}, learning rate {self.schedule.lr:.3g}, largest gradient {name} ({size})",
+            1,
+        )
+
+    # ------------------------------------------------ to disk and back
+
+    def save(self, folder: Path) -> None:
+        """Everything needed to go on as if never stopped."""
+        tensors, optimizer = checkpoint.pack_optimizer(self.optimizer)
+        random_tensors, random = checkpoint.pack_rng()
+        groups = {"model": self.model.state_dict(), "training": {**tensors, **random_tensors}}
+        if self.ema is not None:
+            groups["ema"] = self.ema.state_dict()
+        banks, bank_facts = checkpoint.pack_bank(self.bank)
+        training = {
+            "place": dataclasses.asdict(self.place),
+            "optimizer": optimizer,
+            "schedule": self.schedule.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "random": random,
+        }
+        facts = {**self.model.facts, "epoch": self.place.epoch, "seconds": self.place.seconds, "training": training}
+        store.save(folder, groups | banks, facts | bank_facts)
+
+    def save_best(self, folder: Path, scores: dict[str, float] | None) -> None:
+        """The weights that were evaluated, and how they did."""
+        banks, bank_facts = checkpoint.pack_bank(self.averaged.head.bank)
+        facts = {**self.model.facts, "epoch": self.place.epoch, "val": scores, "seconds": self.place.seconds}
+        store.save(folder, {"model": self.averaged.state_dict()} | banks, facts | bank_facts)
+
+    def load(self, folder: Path) -> None:
+        tensors, facts = checkpoint.load(folder)
+        training: dict[str, Any] = facts["training"]
+        self.model.load_state_dict(tensors["model"])
+        if self.ema is not None:
+            self.ema.load_state_dict(tensors["ema"])
+        checkpoint.unpack_optimizer(self.optimizer, tensors["training"], training["optimizer"])
+        self.schedule.load_state_dict(training["schedule"])
+        self.scaler.load_state_dict(training["scaler"])
+        vars(self.place).update(training["place"])
+        self.bank = Bank.unpack(tensors["bank"], facts["bank"]) if "bank" in tensors else None
+        checkpoint.unpack_rng(tensors["training"], training["random"])  # last: nothing after it draws

@@ -20,12 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-import checkpoint
 from batches import BANK, MIX, AnyBatches, Batch, mixed
 from classifiers import Bank, Head, metrics
 from config import Config
+from inputs import store
 from optimization import Average, Schedule, make_optimizer
 from progress import Log, Stop
+from training import checkpoint
 from utils import Halt, fold_in
 
 
@@ -326,16 +327,16 @@ class State:
             "random": random_facts,
         }
         facts = {**self.model.facts, "epoch": self.place.epoch, "seconds": self.place.seconds, "training": training}
-        checkpoint.save(folder, groups | banks, facts | bank_facts)
+        store.save(folder, groups | banks, facts | bank_facts)
 
     def save_weights(self, folder: Path, scores: dict[str, float] | None) -> None:
         """The weights that were evaluated, and how they did."""
         banks, bank_facts = packed(self.averaged.head.bank)
         facts = {**self.model.facts, "epoch": self.place.epoch, "val": scores, "seconds": self.place.seconds}
-        checkpoint.save(folder, {"model": self.averaged.state_dict()} | banks, facts | bank_facts)
+        store.save(folder, {"model": self.averaged.state_dict()} | banks, facts | bank_facts)
 
     def load(self, folder: Path) -> None:
-        tensors, facts = checkpoint.load(folder)
+        tensors, facts = store.load(folder)
         training = facts["training"]
         self.model.load_state_dict(tensors["model"])
         if self.ema is not None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-import checkpoint
 import config as flags
 import dataset
 import models
@@ -19,8 +18,10 @@ from classifiers.index import check_kind, kept
 from config import Config
 from experiments.folder import check_writable
 from experiments.unused import frozen, projects, vote_name, votes_only, without_unused
+from inputs import store
 from models import cost
 from train_eval import Classifier, order_in_bank
+from training import checkpoint
 from utils import BadOption, options_of, say, seed_everything, versions, whole_numbers
 
 # ---------------------------------------------------------------- parts of a run
@@ -297,8 +298,8 @@ def with_published_normalization(config: Config, data: dataset.Data) -> dataset.
         return data
     folder = Path(config.pretrained).parent
     fitted: dict[str, Any] = {}
-    if config.pretrained != "hub" and (folder / checkpoint.INDEX).exists():
-        facts = checkpoint.load(folder, "none")[1]
+    if config.pretrained != "hub" and (folder / store.INDEX).exists():
+        facts = store.load(folder, "none")[1]
         warn_of_seen_rows(config, facts["config"])
         fitted = facts["fitted"] if len(facts["shape"]) == 3 and facts["shape"][0] == data.shape[0] else {}
     elif config.model.startswith("timm/") and data.shape[0] == 3:
@@ -332,7 +333,7 @@ def with_absolute_paths(given: Mapping[str, Any]) -> dict[str, Any]:
     paths = {name: str(Path(given[name]).resolve()) for name in ("data_path", "plugin", "feature_cache") if given.get(name)}
     if (weights := given.get("pretrained")) and weights != "hub":
         of_run = Path(weights).is_dir()
-        file = checkpoint.file_of(checkpoint.find(weights, flag="pretrained"), "model") if of_run else Path(weights)
+        file = store.file_of(checkpoint.find(weights, flag="pretrained"), "model") if of_run else Path(weights)
         paths["pretrained"] = str(file.resolve())
     for name in ("dataset", "ood", "label_noise"):
         text = str(given.get(name) or "")

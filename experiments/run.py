@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-import checkpoint
 import config as flags
 import dataset
 from classifiers import Bank
@@ -35,9 +34,11 @@ from experiments.folder import RESULTS, check_output, check_writable, locked, ne
 from experiments.measuring import Judge, measure
 from experiments.plugin import load_plugin
 from experiments.sets import sets_of
+from inputs import store
 from progress import TRACKERS, Log, check_tracker
 from train_eval import Classifier, Diverged, Stopped, remember, train
-from utils import BadOption, Halt, keep_memory, say, write_atomically
+from training import checkpoint
+from utils import BadOption, Halt, keep_memory, say
 
 
 def run(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
@@ -83,10 +84,10 @@ def resume(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
     given = with_absolute_paths(given)
     folder = Path(str(action.resume))
     last = folder / "checkpoints" / "last"
-    if not (last / checkpoint.INDEX).exists():
-        raise BadOption("resume", f"must be a run that holds {last.relative_to(folder)}/{checkpoint.INDEX}", str(folder))
+    if not (last / store.INDEX).exists():
+        raise BadOption("resume", f"must be a run that holds {last.relative_to(folder)}/{store.INDEX}", str(folder))
     try:
-        tensors, facts = checkpoint.load(last)  # all of it: what is damaged is found before anything is done
+        tensors, facts = store.load(last)  # all of it: what is damaged is found before anything is done
     except BadOption as error:
         raise BadOption("resume", error.rule, error.value) from None
     config = merge(facts["config"], given, flags.FREE_IN_RESUME, "resume")
@@ -111,7 +112,7 @@ def resume(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
     with locked(folder):
         if (folder / RESULTS).exists():  # a run without results did not finish: it goes on, so the old ones get another name
             os.replace(folder / RESULTS, folder / f"results-epoch{done}.json")
-        write_atomically(folder / "config.yaml", flags.to_yaml(config).encode())
+        store.write_atomically(folder / "config.yaml", flags.to_yaml(config).encode())
         with (folder / "args.txt").open("a") as file:
             file.write(shlex.join(["python", *sys.argv]) + "\n")
         say(f"resume: {folder}, {done} of {config.num_epochs} epochs done")
@@ -136,7 +137,7 @@ def test(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
     judge = judge_of(again, source.parent.parent if source.parent.name == "checkpoints" else source)
     results = measure(judge, size, epoch=facts["epoch"], seconds=facts.get("seconds", 0.0), val=judge.validate())
     where.mkdir(parents=True, exist_ok=True)
-    checkpoint.write_json(where / RESULTS, results)
+    store.write_json(where / RESULTS, results)
     print(reporting.table(results, where / RESULTS))
     return results
 
@@ -170,7 +171,7 @@ class Rebuilt(NamedTuple):
 
 def rebuild(path: str, given: Mapping[str, Any]) -> Rebuilt:
     """The evaluated model of a run, a checkpoint folder or a file in it; `given` changes only what may change in a test."""
-    tensors, facts = checkpoint.load(checkpoint.find(path), "model", "ema", "bank", "compared", "votes")
+    tensors, facts = store.load(checkpoint.find(path), "model", "ema", "bank", "compared", "votes")
     config = merge(facts["config"], given, flags.free_in_test(facts["config"], given), "checkpoint")
     load_plugin(config.plugin)
     device = choose_device(config.device)
@@ -225,19 +226,19 @@ def finish(
     if place.epoch < config.num_epochs:
         say(f"patience: no better validation accuracy in {place.stale} epochs, stopped after epoch {place.epoch}")
     best = folder / "checkpoints" / "best"
-    tensors, facts = checkpoint.load(best, "model", "bank")
+    tensors, facts = store.load(best, "model", "bank")
     model.load_state_dict(tensors["model"])
     if "bank" in tensors:
         model.head.refresh(Bank.unpack(tensors["bank"], facts["bank"]))
     try:
         judge = Judge(config, data, model, sets)
         judge.prepare(None, None)
-        checkpoint.save(best, {**tensors, **judge.groups()}, {**facts, **judge.facts()})
+        store.save(best, {**tensors, **judge.groups()}, {**facts, **judge.facts()})
         results = measure(judge, size, epoch=place.best_epoch, seconds=place.seconds, val=place.best)
     except KeyboardInterrupt:
         raise Stopped(f"stopped by Ctrl-C in the final evaluation; training is done and saved. {again}", 130) from None
     table = reporting.table(results, folder)
     reporting.write_epochs(folder, table)
-    checkpoint.write_json(folder / RESULTS, results)
+    store.write_json(folder / RESULTS, results)
     print(table)
     return results

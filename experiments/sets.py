@@ -6,11 +6,11 @@ import hashlib
 from pathlib import Path
 from typing import NamedTuple
 
+from inputs import store
 import numpy as np
 import torch
 from torch import Tensor
 
-import checkpoint
 import dataset
 from batches import AnyBatches, Batches, FeatureBatches
 from config import LAYER_OPTIONS, Config
@@ -64,9 +64,9 @@ class Features:
     def of(self, name: str, images: Batches, plain: Tensor | None = None, epoch: int = 0) -> Tensor:
         """From disk if they are there, else computed and put there. `plain` stands where an epoch leaves a row out."""
         folder = self.folder and self.folder / f"{name}-{self.key(images, epoch if plain is not None else images.view)}"
-        if folder and (folder / checkpoint.INDEX).exists():
+        if folder and (folder / store.INDEX).exists():
             try:
-                return checkpoint.load(folder)[0]["features"]["x"].to(self.device)
+                return store.load(folder)[0]["features"]["x"].to(self.device)
             except BadOption as error:
                 say(f"features: computed anew; the cache is damaged ({error.rule})")
         say(f"features: {len(images.split):,} rows of {name} through the frozen backbone")
@@ -80,7 +80,7 @@ class Features:
                     with autocast(self.device, self.config.use_amp):
                         found[batch.index] = without_nan(self.model.features(batch).float())
         if folder:
-            checkpoint.save(folder, {"features": {"x": found}}, {"rows": len(found), "of": name})
+            store.save(folder, {"features": {"x": found}}, {"rows": len(found), "of": name})
         return found
 
     def key(self, images: Batches, view: int) -> str:

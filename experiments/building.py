@@ -85,7 +85,7 @@ def compares_votes(config: Config, data: dataset.Data) -> bool:
 
 
 def absent_classes(data: dataset.Data) -> list[str]:
-    return [data.classes[c] for c, count in enumerate(data.facts["class_counts"]) if not count]
+    return [data.classes[c] for c, count in enumerate(data.summary["class_counts"]) if not count]
 
 
 def check_evaluation(config: Config, data: dataset.Data, device: torch.device) -> None:
@@ -179,7 +179,7 @@ def build(config: Config, data: dataset.Data, device: torch.device, *, trained: 
         "classes": list(data.classes),
         "shape": list(data.shape),
         "fitted": data.fitted,
-        "data": data.facts,
+        "data": data.summary,
         "versions": versions(),
         "threads": torch.get_num_threads(),
     }

@@ -290,7 +290,7 @@ def measure(judge: Judge, size: float, *, epoch: int, seconds: float, val: dict[
         "images_per_second": cost.rows_per_second(judge.model.eval(), x),
         "peak_memory_mb": cost.peak_memory_mb(device),
         "seconds": seconds,
-        "data": judge.data.facts,
+        "data": judge.data.summary,
         "config": dataclasses.asdict(config),
         "versions": versions(),
         "git": git_state(),

@@ -23,11 +23,10 @@ def describe(config: Config, data: Data, model: nn.Module) -> str:
         if value is not None:
             topics.setdefault(field.metadata["topic"], []).append(f"{field.name}={value}")
     lines = [f"{topic + ':':<16}{' '.join(values)}" for topic, values in topics.items()]
-    facts = data.facts
-    counts = f"{facts['train']:,} training, {facts['val']:,} validation, {facts['test']:,} test"
+    counts = f"{data.summary['train']:,} training, {data.summary['val']:,} validation, {data.summary['test']:,} test"
     rows = f"{counts}; shape {data.shape}, {data.num_classes} classes"
-    if facts["label_noise_rate"]:
-        rows += f", {facts['label_noise_rate']:.1%} of the training labels changed"
+    if data.summary["label_noise_rate"]:
+        rows += f", {data.summary['label_noise_rate']:.1%} of the training labels changed"
     return "\n".join([*lines, f"{'Rows:':<16}{rows}", f"{'Parameters:':<16}{parameters(model):,}"])
 
 

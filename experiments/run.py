@@ -103,7 +103,7 @@ def resume(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
     if facts["threads"] != torch.get_num_threads():
         say(f"threads: {torch.get_num_threads()}, the run had {facts['threads']}; the numbers will differ in their last digits")
     data = load_data(dataclasses.asdict(config), facts["fitted"])
-    if data.facts != facts["data"]:
+    if data.summary != facts["data"]:
         raise BadOption("resume", "needs the rows that the run was trained on, and the data set has changed since", str(folder))
     model = build(config, data, device, trained=True)
     model.load_state_dict(tensors["model"])  # a frozen backbone is asked for its features before the loop loads the rest
@@ -145,7 +145,7 @@ def test(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
 def judge_of(again: Rebuilt, folder: Path) -> Judge:
     """The panel of a rebuilt run: as it was saved, or fitted anew where the evaluation differs and the validation rows are the run's."""
     config, facts = again.config, again.facts
-    same_rows = again.data.facts["sha256"] == facts["data"]["sha256"]
+    same_rows = again.data.summary["sha256"] == facts["data"]["sha256"]
     judge = Judge(config, again.data, again.model, sets_of(config, again.data, again.model, again.device, folder if same_rows else None))
     before = Judge(Config(**facts["config"]), again.data, again.model, judge.sets).evaluation()
     stored, bank = again.votes, again.compared
@@ -186,7 +186,7 @@ def rebuild(path: str, given: Mapping[str, Any]) -> Rebuilt:
         raise BadOption("checkpoint", f"does not fit the model that its configuration builds ({reason})", path) from None
     banks = {name: Bank.unpack(tensors[name], facts[name]) for name in ("bank", "compared") if name in tensors}
     # NOTE: where training stopped, the bank is the one that training voted with, of earlier weights.
-    stale = "training" in facts and data.facts["sha256"] == facts["data"]["sha256"]
+    stale = "training" in facts and data.summary["sha256"] == facts["data"]["sha256"]
     if "bank" in banks and not stale:
         model.head.refresh(banks["bank"])
     elif model.head.wants_bank:

@@ -20,10 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from batches import BANK, MIX, AnyBatches, Batch, mixed
 from classifiers import Bank, Head, metrics
 from config import Config
 from inputs import store
+from inputs.augmentation import mixup
+from inputs.batches import BANK, MIXUP, AnyBatches
+from inputs.rows import Batch
 from optimization import Average, Schedule, make_optimizer
 from progress import Log, Stop
 from training import checkpoint
@@ -267,8 +269,8 @@ class State:
         rows = sum(len(batch) for batch in group)
         loss_of_group = 0.0
         for batch in group:
-            draw = fold_in(config.seed, MIX, place.epoch, place.batch)
-            batch = mixed(batch, self.model.num_classes, config.mixup_alpha, config.cutmix_alpha, draw)
+            draw = fold_in(config.seed, MIXUP, place.epoch, place.batch)
+            batch = mixup(batch, self.model.num_classes, config.mixup_alpha, config.cutmix_alpha, draw)
             with autocast(self.device, config.use_amp):
                 terms = self.model.head.loss(self.model.features(batch), batch.target, batch.index)
                 losses = torch.stack([term.float() for term in terms.values()])

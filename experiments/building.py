@@ -12,13 +12,13 @@ import torch
 import config as flags
 import dataset
 import models
-from batches import Batches
 from classifiers import HEADS, Bank, Head
 from classifiers.index import check_kind, kept
 from config import Config
 from experiments.folder import check_writable
 from experiments.unused import frozen, projects, vote_name, votes_only, without_unused
 from inputs import store
+from inputs.batches import Batches
 from models import cost
 from train_eval import Classifier, order_in_bank
 from training import checkpoint

@@ -6,15 +6,15 @@ import hashlib
 from pathlib import Path
 from typing import NamedTuple
 
-from inputs import store
 import numpy as np
 import torch
 from torch import Tensor
 
 import dataset
-from batches import AnyBatches, Batches, FeatureBatches
 from config import LAYER_OPTIONS, Config
 from experiments.building import batches
+from inputs import store
+from inputs.batches import AnyBatches, Batches, FeatureBatches
 from train_eval import Classifier, autocast, features_of, without_nan
 from utils import BadOption, say
 

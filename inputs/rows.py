@@ -1,4 +1,4 @@
-"""What the rows of a data set are: as a reader found them (Source), and as a run has them (Data, in Splits)."""
+"""What rows are: as a reader found them (Source), as a run has them (Data, in Splits), and as a model gets them (Batch)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -54,3 +55,17 @@ class Data:
     @property
     def num_classes(self) -> int:
         return len(self.classes)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """x on the device; target class numbers (B,) or soft targets (B, C); index: row numbers in the split (B,), or (B, 2)
+    when two rows were mixed into one; embedded: x is the backbone's features already (B, F)."""
+
+    x: Tensor
+    target: Tensor
+    index: Tensor
+    embedded: bool = False
+
+    def __len__(self) -> int:
+        return len(self.x)

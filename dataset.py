@@ -1,4 +1,4 @@
-"""Named data sets to training, validation and test splits: what the rows are. How they become batches is in batches.py.
+"""Named data sets to training, validation and test splits: what the rows are. Files are read, and rows become batches, in inputs/.
 
 Order of events: the source is read, validation rows come out of the training set (stratified, from the seed), then long tail
 and label noise change what is left for training. Validation and test stay as they are; test is only tested.
@@ -8,48 +8,22 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sources import Encoder, Source, Table, no_empty_folders, read_adult, read_csv, read_folder, read_npz, read_wine_quality
+from inputs.arrays import read_npz
+from inputs.downloads import read_adult, read_torchvision, read_wine_quality
+from inputs.folders import read_folder
+from inputs.rows import Data, Source, Split
+from inputs.tables import Encoder, Table, read_csv
 from utils import BadOption, Call, Registry, check_options, fold_in, parse_call
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 FILE_SIZE = 224  # image files have many sizes; the model sees this one unless --resize says otherwise
-TEST_SHARE, TEST_SEED = 0.2, 0  # for sources without a test set: the same rows whatever --seed is
-
-
-@dataclass(frozen=True)
-class Split:
-    """x: uint8 images (N, C, H, W), float32 rows (N, F), or paths. y: int64 class numbers."""
-
-    x: np.ndarray
-    y: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.y)
-
-
-@dataclass(frozen=True)
-class Data:
-    name: str
-    kind: str  # image | files | table
-    shape: tuple[int, ...]  # (C, H, W) or (features,)
-    classes: tuple[str, ...]
-    train: Split
-    val: Split | None
-    test: Split
-    flip: bool
-    fitted: dict[str, Any]  # what was fitted on the training split: mean and std, or the table encoder
-    facts: dict[str, Any] = field(default_factory=dict)  # recorded in the run
-
-    @property
-    def num_classes(self) -> int:
-        return len(self.classes)
-
+TEST_FRACTION, TEST_SEED = 0.2, 0  # for sources without a test set: the same rows whatever --seed is
 
 DATASETS: Registry[Callable[..., Source]] = Registry("dataset", "data set")
 PREFIXES = {"folder": "folder:PATH", "npz": "npz:FILE", "csv": "csv:FILE:TARGET"}
@@ -93,7 +67,7 @@ def load(
         val = Split(_encode(kind, source.x_train[val_rows], fitted), labels["train"][val_rows]) if len(val_rows) else None
     test = Split(_encode(kind, source.x_test, fitted), labels["test"])
     shape = (3, FILE_SIZE, FILE_SIZE) if kind == "files" else train.x.shape[1:]
-    facts = {
+    summary = {
         "train": len(train),
         "val": len(val) if val else 0,
         "test": len(test),
@@ -101,7 +75,7 @@ def load(
         "label_noise_rate": float(np.mean(noisy != clean)),
         "sha256": _fingerprint(train, val, test),
     }
-    return Data(name, kind, shape, classes, train, val, test, source.flip, fitted, facts)
+    return Data(name, kind, shape, classes, train, val, test, source.flip, fitted, summary)
 
 
 # ---------------------------------------------------------------- sources by name
@@ -132,39 +106,19 @@ def digits(root: Path) -> Source:
     return Source(np.rint(bunch.images * (255 / 16)).astype(np.uint8), bunch.target, flip=False)
 
 
-def _torchvision(root: Path, dataset: str, files: str, **facts: Any) -> Source:
-    """A torchvision set: from `root` if it is there, else downloaded to it."""
-    import torchvision.datasets as tv
-
-    def fetch(train: bool) -> Any:
-        try:
-            return getattr(tv, dataset)(root, train=train, download=False)
-        except RuntimeError:  # torchvision's word for "not found or corrupted"
-            return getattr(tv, dataset)(root, train=train, download=True)
-
-    try:
-        with no_empty_folders(root / dataset):
-            train, test = fetch(True), fetch(False)
-    except (RuntimeError, OSError, ValueError, AssertionError) as error:  # the last two: a file cut short
-        reason = str(error).replace("\n", " ")[:80] or "damaged"
-        raise BadOption("data_path", f"must hold {files}, and they could not be downloaded ({reason})", str(root)) from None
-    x_train, y_train, x_test, y_test = (np.asarray(a) for a in (train.data, train.targets, test.data, test.targets))
-    return Source(x_train, y_train, x_test, y_test, classes=tuple(train.classes), **facts)
-
-
 _IDX = "{}/raw/train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte"
 
 
 @DATASETS.register("mnist")
 def mnist(root: Path) -> Source:
     """Handwritten digits, 28 x 28, 60,000 + 10,000."""
-    return _torchvision(root, "MNIST", _IDX.format("MNIST"), flip=False)
+    return read_torchvision(root, "MNIST", _IDX.format("MNIST"), flip=False)
 
 
 @DATASETS.register("fashion-mnist")
 def fashion_mnist(root: Path) -> Source:
     """Pictures of clothes, 28 x 28, 60,000 + 10,000."""
-    return _torchvision(root, "FashionMNIST", _IDX.format("FashionMNIST"))
+    return read_torchvision(root, "FashionMNIST", _IDX.format("FashionMNIST"))
 
 
 @DATASETS.register("cifar10")
@@ -172,13 +126,13 @@ def cifar10(root: Path) -> Source:
     """Small photographs of 10 classes, 32 x 32, 50,000 + 10,000."""
     # airplane 0, car 1, bird 2, cat 3, deer 4, dog 5, horse 7, truck 9: the pairs of Patrini et al. (arXiv 1609.03683)
     pairs = {9: 1, 2: 0, 4: 7, 3: 5, 5: 3}
-    return _torchvision(root, "CIFAR10", "cifar-10-batches-py/data_batch_1 to 5, test_batch and batches.meta", confusable=pairs)
+    return read_torchvision(root, "CIFAR10", "cifar-10-batches-py/data_batch_1 to 5, test_batch and batches.meta", confusable=pairs)
 
 
 @DATASETS.register("cifar100")
 def cifar100(root: Path) -> Source:
     """Small photographs of 100 classes, 32 x 32, 50,000 + 10,000."""
-    return _torchvision(root, "CIFAR100", "cifar-100-python/train, test and meta")
+    return read_torchvision(root, "CIFAR100", "cifar-100-python/train, test and meta")
 
 
 @DATASETS.register("imagenet")
@@ -243,7 +197,7 @@ def _with_test_set(source: Source) -> Source:
     if source.x_test is not None:
         return source
     y = np.asarray(source.y_train)
-    test = stratified(y, TEST_SHARE, TEST_SEED)
+    test = stratified(y, TEST_FRACTION, TEST_SEED)
     train = np.setdiff1d(np.arange(len(y)), test)
     return replace(source, x_train=source.x_train[train], y_train=y[train], x_test=source.x_train[test], y_test=y[test])
 
@@ -285,9 +239,9 @@ def _fit(kind: str, x: Any) -> dict[str, Any]:
     levels = np.arange(256) / 255
     channels = x.reshape(len(x), *x.shape[1:3], -1)
     counts = np.stack([np.bincount(channels[..., c].ravel(), minlength=256) for c in range(channels.shape[-1])])  # (C, 256)
-    share = counts / counts.sum(1, keepdims=True)
-    mean = share @ levels
-    std = np.sqrt(np.maximum(share @ levels**2 - mean**2, 0))
+    frequency = counts / counts.sum(1, keepdims=True)  # (C, 256)
+    mean = frequency @ levels
+    std = np.sqrt(np.maximum(frequency @ levels**2 - mean**2, 0))
     return {"mean": mean.tolist(), "std": np.where(std > 0, std, 1).tolist()}
 
 

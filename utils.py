@@ -16,7 +16,6 @@ import random
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,19 +50,21 @@ class Halt(RuntimeError):
         self.exit_code = exit_code
 
 
-class Diverged(Halt):
-    """The loss or the gradient is not finite, and the optimizer has not stepped on it; or the model's outputs are NaN."""
-
-
-class Stopped(Halt):
-    """A run that ended before its last epoch, on a signal or on request; saved, to be resumed."""
-
-
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """' (did you mean X?)' for a name that is nearly one of `known`, else ''."""
     folded = {k.lower(): k for k in known}
     match = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.5)
     return f" (did you mean {folded[match[0]]!r}?)" if match else ""
+
+
+def shortened(text: object, most: int) -> str:
+    """Text, or an error's message, on one line of at most `most` characters; what is too long ends after a whole word, with "..."."""
+    words = " ".join(str(text).split())
+    if len(words) <= most:
+        return words
+    room = words[: most - 2]  # one character more than there is room for: a space there ends a word that just fits
+    kept = room.rpartition(" ")[0] or room[:-1]  # one endless word is cut where it must be
+    return kept.rstrip(" ,;:.(") + "..."
 
 
 # ---------------------------------------------------------------- checks of values
@@ -290,33 +291,32 @@ def keep_memory() -> None:
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
-# ---------------------------------------------------------------- files
+# ---------------------------------------------------------------- where and with what a run was made
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """A temporary name in the same folder, fsync, replace, fsync the folder: never half a file under the real name."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    _sync_folder(path.parent)
+def versions() -> dict[str, str]:
+    from importlib import metadata
 
-
-def _sync_folder(folder: Path) -> None:
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
+    found = {"python": platform.python_version()}
+    for package in ("torch", "torchvision", "timm", "numpy", "faiss-cpu", "natten"):
         try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git_state() -> dict[str, Any] | None:
+    """Commit of the toolkit's own code and whether it was changed since; None outside a git checkout."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def say(message: str) -> None:

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 
 import dataset
-from batches import Batches
 from experiments.building import batches, build, complete
+from inputs.batches import Batches
 from train_eval import State
 from utils import keep_memory
 

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import checkpoint
 from classifiers.index import (
     AUTO_FLAT_ROWS,
     BLOCK,
@@ -39,6 +38,7 @@ from classifiers.index import (
     some_of,
     squared_lengths,
 )
+from inputs import store
 from utils import BadOption, one_of, say
 
 EVICTIONS = ("fifo", "class-balanced")
@@ -370,13 +370,13 @@ class Bank:
                 center = torch.empty(0) if self._center is None else self._center
                 groups["index"] = {"faiss": content, "slot_of": self._proposer.slot_of, "center": center}
                 facts["index"] = [self._proposer.text, self._proposer.built, self._centered_at]
-            checkpoint.save(folder, groups, {"bank": facts})
+            store.save(folder, groups, {"bank": facts})
 
     @classmethod
     def load(cls, folder: Path) -> Bank:
         """A bank as it was saved. Every byte is checked; an index that fails is built anew, rows that fail are refused."""
         try:
-            groups, everything = checkpoint.load(folder, "bank")
+            groups, everything = store.load(folder, "bank")
         except BadOption as error:
             raise BadOption("bank", error.rule, error.value) from None
         facts = everything.get("bank")
@@ -386,7 +386,7 @@ class Bank:
         if "index" in facts:
             text, built, bank._centered_at = facts["index"]
             try:
-                cached = checkpoint.load(folder, "index")[0]["index"]
+                cached = store.load(folder, "index")[0]["index"]
                 index = load_faiss().deserialize_index(cached["faiss"].numpy())
             except (BadOption, RuntimeError) as error:  # RuntimeError: of another version of FAISS
                 say(f"bank: the FAISS index is built anew: {error}")

@@ -18,17 +18,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-import checkpoint
 import config as flags
 import dataset
-from batches import eight_bit
 from config import Config
 from experiments import building, pictures, run
 from experiments.folder import check_writable
 from experiments.run import Rebuilt
 from experiments.selection import Depth, Grid, Locality, choose_queries, depth_of
+from inputs import store
+from inputs.images import eight_bit
 from layers import TokenMixer
 from layers.reading import Note, noted
+from training import checkpoint
 from utils import BadOption, Registry, say
 
 TABLE_IMAGES = 64  # the table is a mean over so many test images
@@ -74,7 +75,7 @@ def read_run(options: Mapping[str, Any], *, tables: bool = False) -> tuple[Rebui
     source = checkpoint.find(options["checkpoint"])
     folder = Path(options.get("output_dir") or (source.parent.parent if source.parent.name == "checkpoints" else source))
     check_writable(folder)
-    if not tables and len(checkpoint.load(source, "none")[1]["shape"]) != 3:
+    if not tables and len(store.load(source, "none")[1]["shape"]) != 3:
         raise BadOption("checkpoint", "must be a model of images: the rows of a table have no tokens", options["checkpoint"])
     rebuilt = run.rebuild(options["checkpoint"], given)
     rebuilt.model.eval()
@@ -231,7 +232,7 @@ def tokens(options: dict[str, Any]) -> None:
     pictures.draw_tokens(path, pixels=pixels, title=picked.title, grid=grid, depths=depths, columns=columns, queries=queries, heads=heads)
     text = _table(picked, depths, here, over, columns, heads)
     path.with_suffix(".txt").write_text(text + "\n")
-    checkpoint.write_json(path.with_suffix(".json"), _record(picked, grid, depths, queries, here, over, rebuilt.config))
+    store.write_json(path.with_suffix(".json"), _record(picked, grid, depths, queries, here, over, rebuilt.config))
     print(f"{text}\n\nwritten to {path}, and beside it as .txt and .json")
 
 

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import checkpoint
 from classifiers.calibration import opinions
 from classifiers.knn import NeighborHead
 from classifiers.voters import BLOCK, HeadVoter, Mixture, NeighborVoter, Questions, Voter
@@ -24,7 +23,9 @@ from experiments import pictures
 from experiments.explain import KINDS, Picked, make, name_of, pick_image, pixels_of, read_run, row_of
 from experiments.measuring import Judge
 from experiments.run import Rebuilt, judge_of
+from inputs import store
 from train_eval import autocast
+from training import checkpoint
 from utils import BadOption
 
 SHOWN, MOST_SHOWN = 8, 100  # neighbors of a query
@@ -158,7 +159,7 @@ def judge_with_bank(rebuilt: Rebuilt, named: str) -> Judge:
     if rebuilt.compared is None and not isinstance(rebuilt.model.head, NeighborHead):
         rule = "must hold a bank: of a head that looks at neighbors, or of a finished run whose votes were compared (--compare_votes)"
         raise BadOption("checkpoint", rule, named)
-    if rebuilt.data.facts["sha256"] != rebuilt.facts["data"]["sha256"]:  # the bank knows its rows by their numbers
+    if rebuilt.data.summary["sha256"] != rebuilt.facts["data"]["sha256"]:  # the bank knows its rows by their numbers
         raise BadOption("checkpoint", "needs the rows that the run was trained on, and the data set has changed since", named)
     source = checkpoint.find(named)
     return judge_of(rebuilt, source.parent.parent if source.parent.name == "checkpoints" else source)
@@ -211,7 +212,7 @@ def neighbors(options: dict[str, Any]) -> None:
     path.with_suffix(".txt").write_text(text + "\n")
     records = [dataclasses.asdict(case) for case in cases]
     record = {**facts, "classes": list(rebuilt.data.classes), "query": records[0], "mistakes": records[1:]}
-    checkpoint.write_json(path.with_suffix(".json"), record)
+    store.write_json(path.with_suffix(".json"), record)
     print(f"{text}\n\nwritten to {written}")
 
 
@@ -255,7 +256,7 @@ def facts_of(judge: Judge, voters: Voters, picked: Picked) -> dict[str, Any]:
         notes += ["values are learned: what a neighbor says follows from its label and from where it lies"]
     if config.tta > 1:
         notes += [f"images are seen in one view; the run's scores are of {config.tta}"]
-    if noise := judge.data.facts["label_noise_rate"]:
+    if noise := judge.data.summary["label_noise_rate"]:
         notes += [f"neighbors have the labels that the run was told; {noise:.0%} of them were changed (--label_noise)"]
     return {
         "title": f"How neighbors vote: {config.head} on {name_of(judge.data)}",

@@ -14,10 +14,12 @@ from classifiers import HEADS
 from dataset import DATASETS, PREFIXES
 from experiments.building import stand_in
 from experiments.plugin import load_plugin
+from inputs.arrays import read_npz
+from inputs.folders import read_folder
+from inputs.tables import read_csv
 from layers.base import TokenMixer
 from models import MODELS, ModelSpec
 from models.cost import gflops, parameters, rows_per_second
-from sources import read_csv, read_folder, read_npz
 from utils import BadOption, did_you_mean, first_line, options_of
 
 KINDS = ("layers", "models", "heads", "datasets")

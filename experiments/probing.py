@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import checkpoint as checkpoints
-from batches import Batches
 from config import Config
 from experiments.building import batches, build, choose_device, complete, load_data, with_published_normalization
 from experiments.folder import check_writable
 from experiments.plugin import load_plugin
 from experiments.run import Rebuilt, rebuild
+from inputs import store
+from inputs.batches import Batches
 from models.probe import Count, KRow, accuracy_by_k
 from utils import BadOption, say
 
@@ -38,7 +38,7 @@ def run_probe(ks: str, checkpoint: str | None, pretrained: str, mode: str, outpu
     text = table(rows, mode)
     print(text)
     folder.mkdir(parents=True, exist_ok=True)
-    checkpoints.write_json(folder / "probe.json", [dataclasses.asdict(row) for row in rows])
+    store.write_json(folder / "probe.json", [dataclasses.asdict(row) for row in rows])
     draw(rows, folder / "probe.png")
     say(f"written to {folder / 'probe.json'} and {folder / 'probe.png'}")
     return rows

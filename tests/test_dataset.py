@@ -1,31 +1,17 @@
-"""Every kind of data set, made on the fly, and every way in which one can be wrong."""
+"""Data sets by name, and what becomes of their rows and labels: splits, statistics, a long tail, noise."""
 
 from __future__ import annotations
 
-import pickle
-import struct
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torchvision.datasets as tv
-from PIL import Image
 
 import dataset
 from dataset import DATASETS, Source, load, long_tail, noisy_labels, stratified
+from tests.inputs.files import npz, pixels
 from utils import BadOption
-
-
-def pixels(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
-
-
-def npz(folder: Path, **arrays: Any) -> str:
-    file = folder / "set.npz"
-    np.savez(file, **arrays)
-    return f"npz:{file}"
 
 
 def numbered(folder: Path, rows: int = 61, classes: int = 3) -> str:
@@ -52,16 +38,16 @@ def test_digits():
     assert (data.train.x.min(), data.train.x.max()) == (0, 255)  # 16 levels of gray over the whole range
     assert data.val is not None
     assert len(data.train) + len(data.val) + len(data.test) == 1797
-    assert data.facts == {
+    assert data.summary == {
         "train": len(data.train),
         "val": len(data.val),
         "test": len(data.test),
         "class_counts": np.bincount(data.train.y).tolist(),
         "label_noise_rate": 0.0,
-        "sha256": load("digits").facts["sha256"],
+        "sha256": load("digits").summary["sha256"],
     }
     others = [load("digits", seed=1), load("digits", label_noise="0.1"), load("digits", imbalance=0.5), load("digits", val_fraction=0.2)]
-    assert len({d.facts["sha256"] for d in [data, *others]}) == 5  # of rows, labels and their split
+    assert len({d.summary["sha256"] for d in [data, *others]}) == 5  # of rows, labels and their split
 
 
 @pytest.mark.parametrize(("name", "rows", "features"), [("iris", 150, 4), ("wine", 178, 13)])
@@ -136,309 +122,6 @@ def register(monkeypatch):
 def test_labels_must_fit_rows_and_classes(labels, rule, register):
     with pytest.raises(BadOption, match=rule):
         load(register(Source(pixels(6, 4, 4), np.array(labels), pixels(3, 4, 4), np.arange(3), classes=("a", "b", "c"))))
-
-
-# ---------------------------------------------------------------- npz
-
-
-def test_npz_gray_images(tmp_path):
-    x, x_test = pixels(31, 5, 7), pixels(11, 5, 7, seed=1)
-    name = npz(tmp_path, x_train=x, y_train=np.arange(31) % 2, x_test=x_test, y_test=np.arange(11) % 2)
-    data = load(name, val_fraction=0)
-    assert (data.kind, data.shape, data.classes) == ("image", (1, 5, 7), ("0", "1"))
-    assert np.array_equal(data.train.x[:, 0], x)
-    assert np.array_equal(data.test.x[:, 0], x_test)
-
-
-@pytest.mark.parametrize("channels", [1, 2, 3, 4])
-def test_npz_images_with_channels(channels, tmp_path):
-    x = pixels(31, 5, 7, channels)
-    data = load(npz(tmp_path, x_train=x, y_train=np.arange(31) % 2, x_test=x[:11], y_test=np.arange(11) % 2), val_fraction=0)
-    assert data.shape == (channels, 5, 7)
-    for channel in range(channels):
-        assert np.array_equal(data.train.x[:, channel], x[..., channel])
-
-
-@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
-def test_npz_float_rows(kind, tmp_path):
-    x = np.array([[1, 10], [3, 10], [5, 10], [7, 10]], kind)  # mean 4, variance 5; the second column is constant
-    data = load(npz(tmp_path, x_train=x, y_train=[0, 1, 0, 1], x_test=x[:1] + 2, y_test=[0]), val_fraction=0)
-    assert (data.kind, data.shape) == ("table", (2,))
-    np.testing.assert_allclose(data.train.x[:, 0], np.array([-3, -1, 1, 3]) / 5**0.5, rtol=1e-6)
-    assert data.train.x[:, 1].tolist() == [0, 0, 0, 0]
-    np.testing.assert_allclose(data.test.x, [[-1 / 5**0.5, 2]], rtol=1e-6)
-
-
-def test_npz_labels_of_any_kind_become_class_numbers(tmp_path):
-    x = pixels(6, 3, 3)
-    for labels, classes, numbers in (
-        ([7, -3, 7, 11, -3, 7], ("-3", "7", "11"), [1, 0, 1, 2, 0, 1]),
-        (["dog", "cat", "dog", "emu", "cat", "dog"], ("cat", "dog", "emu"), [1, 0, 1, 2, 0, 1]),
-        ([True, False, True, True, False, True], ("False", "True"), [1, 0, 1, 1, 0, 1]),
-    ):
-        data = load(npz(tmp_path, x_train=x, y_train=np.array(labels), x_test=x, y_test=np.array(labels)), val_fraction=0)
-        assert data.classes == classes
-        assert data.train.y.tolist() == data.test.y.tolist() == numbers
-        assert data.train.y.dtype == np.int64
-
-
-def test_npz_with_its_own_validation_set(tmp_path):
-    x, y = pixels(31, 4, 4), np.arange(31) % 3
-    data = load(npz(tmp_path, x_train=x, y_train=y, x_test=x[:5], y_test=y[:5], x_val=x[5:12], y_val=y[5:12]), val_fraction=0.5)
-    assert data.val is not None
-    assert (len(data.train), len(data.val), len(data.test)) == (31, 7, 5)  # nothing comes out of the training set
-    assert np.array_equal(data.val.x[:, 0], x[5:12])
-    assert data.val.y.tolist() == y[5:12].tolist()
-
-
-X, Y = pixels(13, 4, 4), np.arange(13) % 2
-GOOD: dict[str, Any] = dict(x_train=X, y_train=Y, x_test=X, y_test=Y)
-
-
-@pytest.mark.parametrize(
-    ("change", "rule"),
-    [
-        (dict(y_train=Y[:-1]), r"needs one label a row: x_train \(13, 4, 4\), y_train \(12,\)"),
-        (dict(y_test=Y[:-1]), r"needs one label a row: x_test \(13, 4, 4\), y_test \(12,\)"),
-        (dict(y_train=Y[:, None]), r"needs one label a row: x_train \(13, 4, 4\), y_train \(13, 1\)"),
-        (dict(x_val=X), r"needs one label a row: x_val \(13, 4, 4\), y_val None"),
-        (dict(x_val=X[:, :3], y_val=Y), r"needs rows of one shape, got 'x_train \(13, 4, 4\), x_test \(13, 4, 4\), x_val \(13, 3, 4\)'"),
-        (dict(x_test=pixels(13, 4, 5)), "needs rows of one shape"),
-        (dict(x_train=None), "needs x_train in the npz"),
-        (dict(y_train=None, x_test=None), "needs y_train, x_test in the npz"),
-        (dict(x_train=X / 255), r"needs uint8 images \(N, H, W\[, C\]\) or float rows \(N, F\), x_train is float64 \(13, 4, 4\)"),
-        (dict(x_train=X.astype(np.int64)), "needs uint8 images .* x_train is int64"),
-        (dict(x_test=X[:, 0]), r"needs uint8 images .* x_test is uint8 \(13, 4\)"),
-        (dict(x_train=pixels(13, 3, 4, 5)), r"needs uint8 images .* x_train is uint8 \(13, 3, 4, 5\)"),  # channels first
-        (dict(y_train=Y + 0.5), "needs whole numbers or text as labels, y_train is float64"),
-        (dict(y_train=np.array([None] * 13, object)), "must hold plain arrays, no object arrays"),
-        (dict(x_train=np.array([X[0]] * 13, object)), "must hold plain arrays, no object arrays"),
-        (dict(x_train=X[:0], y_train=Y[:0]), r"must leave at least 2 training rows after the splits \(0 left\)"),
-        (dict(x_test=X[:0], y_test=Y[:0]), r"must leave at least 1 test row after the splits \(0 left\)"),
-        (dict(y_train=Y * 0, y_test=Y * 0), r"needs at least two classes \(1 found\)"),
-    ],
-)
-def test_a_wrong_npz(change, rule, tmp_path):
-    name = npz(tmp_path, **{k: v for k, v in {**GOOD, **change}.items() if v is not None})
-    with pytest.raises(BadOption, match=f"^dataset {rule}"):
-        load(name)
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("part", ["x_train", "x_test"])
-def test_an_npz_row_that_is_not_finite(bad, part, tmp_path):
-    rows = {"x_train": np.zeros((13, 3)), "x_test": np.zeros((13, 3))}
-    rows[part][11, 2] = bad
-    with pytest.raises(BadOption, match=f"^dataset needs finite numbers, {part} has NaN or infinity"):
-        load(npz(tmp_path, y_train=Y, y_test=Y, **rows))
-
-
-def test_an_npz_that_is_none(tmp_path):
-    file = tmp_path / "set.npz"
-    with pytest.raises(BadOption, match=r"^dataset must be a file that can be read \(No such file or directory\), got '.*set.npz'"):
-        load(f"npz:{file}")
-    with pytest.raises(BadOption, match=r"^dataset must be a file that can be read"):
-        load(f"npz:{tmp_path}")
-    for content in (b"", b"hello", pickle.dumps([1, 2]), b"PK\x03\x04" + bytes(99)):
-        file.write_bytes(content)
-        with pytest.raises(BadOption, match=r"^dataset must be an (undamaged )?npz file"):
-            load(f"npz:{file}")
-    np.save(tmp_path / "one.npy", X)
-    with pytest.raises(BadOption, match=r"^dataset must be an undamaged npz file"):
-        load(f"npz:{tmp_path / 'one.npy'}")
-    with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("readme.txt", "no arrays here")
-    with pytest.raises(BadOption, match=r"^dataset needs x_train, y_train, x_test, y_test in the npz"):
-        load(f"npz:{file}")
-
-
-def test_an_npz_cut_short_anywhere(tmp_path):
-    name = npz(tmp_path, **GOOD)
-    file = tmp_path / "set.npz"
-    content = file.read_bytes()
-    for length in range(0, len(content), 53):
-        file.write_bytes(content[:length])
-        with pytest.raises(BadOption, match=r"^dataset must be "):
-            load(name)
-
-
-# ---------------------------------------------------------------- folders of images
-
-
-def photo(file: Path, color: int = 0) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("RGB", (11, 13), (color, color, color)).save(file)
-
-
-def test_a_flat_folder_gives_a_fifth_for_the_test(tmp_path):
-    for label, suffix in (("cat", "png"), ("dog", "JPEG")):
-        for number in range(10):
-            photo(tmp_path / label / f"{number}.{suffix}")
-    photo(tmp_path / "dog" / "deeper" / "10.bmp")
-    (tmp_path / "dog" / "notes.txt").write_text("not an image")
-    (tmp_path / "empty").mkdir()
-    photo(tmp_path / "lost.png")
-    data = load(f"folder:{tmp_path}", val_fraction=0.25)
-    assert (data.kind, data.shape, data.classes) == ("files", (3, 224, 224), ("cat", "dog"))
-    assert data.val is not None
-    assert [np.bincount(s.y).tolist() for s in (data.train, data.val, data.test)] == [[6, 7], [2, 2], [2, 2]]
-    paths = [p for s in (data.train, data.val, data.test) for p in s.x.tolist()]
-    assert len(set(paths)) == 21
-    for split in (data.train, data.val, data.test):
-        assert [Path(p).relative_to(tmp_path).parts[0] for p in split.x] == [data.classes[c] for c in split.y]
-
-
-@pytest.mark.parametrize(
-    ("parts", "sizes"),
-    [
-        (("train", "val", "test"), (5, 3, 4)),
-        (("train", "test"), (3, 2, 4)),  # validation comes out of the training set
-        (("train", "val"), (3, 2, 3)),  # as in ImageNet: val is what is tested
-    ],
-)
-def test_a_folder_with_parts(parts, sizes, tmp_path):
-    for part in parts:
-        for number in range({"train": 5, "val": 3, "test": 4}[part]):
-            photo(tmp_path / part / "ab"[number % 2] / f"{number}.png")
-    data = load(f"folder:{tmp_path}", val_fraction=0.4)
-    assert data.val is not None
-    assert (len(data.train), len(data.val), len(data.test)) == sizes
-    assert data.classes == ("a", "b")
-    held = "test" if "test" in parts else "val"
-    assert all(Path(p).relative_to(tmp_path).parts[0] == held for p in data.test.x)
-    assert all(Path(p).relative_to(tmp_path).parts[0] == "train" for p in data.train.x)
-
-
-def test_imagenet_is_read_from_data_path(tmp_path):
-    for number in range(6):
-        photo(tmp_path / "train" / f"n0{number % 3}" / f"{number}.JPEG")
-        photo(tmp_path / "val" / f"n0{number % 3}" / f"{number}.JPEG")
-    data = load("imagenet", str(tmp_path), val_fraction=0)
-    assert (data.classes, len(data.train), len(data.test)) == (("n00", "n01", "n02"), 6, 6)
-
-
-def test_wrong_folders(tmp_path):
-    for name in (f"folder:{tmp_path}", f"folder:{tmp_path / 'none'}"):
-        with pytest.raises(BadOption, match=r"^dataset must hold CLASS/\*\{.jpg.*\} or train/CLASS/ and val/CLASS/, got "):
-            load(name)
-    with pytest.raises(BadOption, match=r"^data_path must hold CLASS/"):
-        load("imagenet", str(tmp_path))
-    photo(tmp_path / "train" / "cat" / "1.png")
-    photo(tmp_path / "train" / "dog" / "1.png")
-    (tmp_path / "val").mkdir()
-    with pytest.raises(BadOption, match=r"^dataset must hold CLASS/.*, got '.*val'"):
-        load(f"folder:{tmp_path}")
-    photo(tmp_path / "val" / "cat" / "1.png")
-    photo(tmp_path / "val" / "emu" / "1.png")
-    with pytest.raises(BadOption, match=r"^dataset has classes that its train folder lacks: emu, got '.*val'"):
-        load(f"folder:{tmp_path}")
-
-
-def test_a_folder_of_one_class(tmp_path):
-    for number in range(3):
-        photo(tmp_path / "cat" / f"{number}.png")
-    with pytest.raises(BadOption, match=r"^dataset needs at least two classes \(1 found\)"):
-        load(f"folder:{tmp_path}")
-
-
-# ---------------------------------------------------------------- torchvision's sets, in their very format on disk
-
-
-def write_idx(file: Path, array: np.ndarray) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    header = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)  # 8: unsigned bytes
-    file.write_bytes(header + array.tobytes())
-
-
-def write_mnist(root: Path, folder: str) -> dict[str, np.ndarray]:
-    arrays = {}
-    for part, rows in (("train", 31), ("t10k", 13)):
-        arrays[part] = pixels(rows, 28, 28, seed=rows)
-        write_idx(root / folder / "raw" / f"{part}-images-idx3-ubyte", arrays[part])
-        write_idx(root / folder / "raw" / f"{part}-labels-idx1-ubyte", (np.arange(rows) * 7 % 10).astype(np.uint8))
-    return arrays
-
-
-@pytest.mark.parametrize(("name", "folder", "flip"), [("mnist", "MNIST", False), ("fashion-mnist", "FashionMNIST", True)])
-def test_mnist_from_its_files(name, folder, flip, tmp_path):
-    arrays = write_mnist(tmp_path, folder)
-    data = load(name, str(tmp_path), val_fraction=0)
-    assert (data.shape, data.num_classes, data.flip) == ((1, 28, 28), 10, flip)
-    assert np.array_equal(data.train.x[:, 0], arrays["train"])
-    assert np.array_equal(data.test.x[:, 0], arrays["t10k"])
-    assert data.train.y.tolist() == [n * 7 % 10 for n in range(31)]
-
-
-@pytest.mark.parametrize("length", [0, 2, 10, 100, 24_319])  # in the header, after it, one byte short
-def test_mnist_cut_short_names_its_files(length, tmp_path):
-    write_mnist(tmp_path, "MNIST")
-    file = tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte"
-    content = file.read_bytes()
-    assert len(content) == 24_320
-    file.write_bytes(content[:length])
-    with pytest.raises(BadOption, match=r"^data_path must hold MNIST/raw/train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k"):
-        load("mnist", str(tmp_path))
-
-
-def write_cifar(root: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, files: dict[str, int], label: str, classes: int) -> dict[str, Any]:
-    """Rows of 3,072 bytes, red then green then blue, and labels in a pickled dict, as the authors publish them."""
-    folder = root / kind.base_folder
-    folder.mkdir(parents=True)
-    written = {}
-    for name, rows in files.items():
-        written[name] = {"data": pixels(rows, 3072, seed=rows), label: [n * 3 % classes for n in range(rows)]}
-        (folder / name).write_bytes(pickle.dumps(written[name]))
-    names = {kind.meta["key"]: [f"class {n}" for n in range(classes)]}
-    (folder / kind.meta["filename"]).write_bytes(pickle.dumps(names))
-    # torchvision compares files with the MD5 sums of the published ones, which these are not; without sums it only looks
-    # whether they exist.
-    monkeypatch.setattr(kind, "train_list", [[name, None] for name, _ in kind.train_list])
-    monkeypatch.setattr(kind, "test_list", [[name, None] for name, _ in kind.test_list])
-    monkeypatch.setattr(kind, "meta", {**kind.meta, "md5": None})
-    return written
-
-
-def test_cifar10_from_its_files(tmp_path, monkeypatch):
-    files = {**{f"data_batch_{n}": 6 + n for n in range(1, 6)}, "test_batch": 13}
-    written = write_cifar(tmp_path, monkeypatch, tv.CIFAR10, files, "labels", 10)
-    data = load("cifar10", str(tmp_path), val_fraction=0)
-    assert (data.shape, data.classes[3], len(data.train), data.flip) == ((3, 32, 32), "class 3", 7 + 8 + 9 + 10 + 11, True)
-    assert np.array_equal(data.train.x[7:15].reshape(8, 3072), written["data_batch_2"]["data"])
-    assert data.train.y[7:15].tolist() == written["data_batch_2"]["labels"]
-    assert np.array_equal(data.test.x.reshape(13, 3072), written["test_batch"]["data"])
-
-
-def test_cifar100_from_its_files(tmp_path, monkeypatch):
-    written = write_cifar(tmp_path, monkeypatch, tv.CIFAR100, {"train": 31, "test": 13}, "fine_labels", 100)
-    data = load("cifar100", str(tmp_path), val_fraction=0)
-    assert (data.shape, data.num_classes, len(data.train)) == ((3, 32, 32), 100, 31)
-    assert data.test.y.tolist() == written["test"]["fine_labels"]
-    assert np.array_equal(data.test.x.reshape(13, 3072), written["test"]["data"])
-
-
-def test_cifar10_asymmetric_noise_follows_the_published_pairs(tmp_path, monkeypatch):
-    files = {**{f"data_batch_{n}": 10 for n in range(1, 6)}, "test_batch": 13}
-    write_cifar(tmp_path, monkeypatch, tv.CIFAR10, files, "labels", 10)
-    clean = load("cifar10", str(tmp_path), val_fraction=0).train.y
-    noisy = load("cifar10", str(tmp_path), val_fraction=0, label_noise="1:asymmetric").train.y
-    # truck to car, bird to airplane, deer to horse, cat and dog to each other; the other classes stay
-    assert noisy.tolist() == [[0, 1, 0, 5, 7, 3, 6, 7, 8, 1][c] for c in clean]
-
-
-def test_what_is_not_there_names_the_files_and_leaves_nothing_behind(tmp_path):
-    """No network here, so the download fails; torchvision and scikit-learn make folders before they find that out."""
-    (tmp_path / "mine" / "empty").mkdir(parents=True)
-    for name, files in (
-        ("cifar10", "cifar-10-batches-py/data_batch_1 to 5, test_batch and batches.meta"),
-        ("fashion-mnist", "FashionMNIST/raw/train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-"),
-        ("adult", "adult.data and adult.test"),
-    ):
-        for root in (tmp_path / "mine", tmp_path / "new" / "data"):
-            with pytest.raises(BadOption) as caught:
-                load(name, str(root))
-            assert str(caught.value).startswith(f"data_path must hold {files}")
-            assert str(root) in str(caught.value)
-    assert [p.relative_to(tmp_path).as_posix() for p in sorted(tmp_path.rglob("*"))] == ["mine", "mine/empty"]
 
 
 # ---------------------------------------------------------------- splits
@@ -519,7 +202,7 @@ def test_the_long_tail_is_of_the_training_split_only(tmp_path):
     whole, tailed = load(name, val_fraction=0.1, fitted=AS_THEY_ARE), load(name, val_fraction=0.1, imbalance=1 / 9, fitted=AS_THEY_ARE)
     assert whole.val is not None
     assert tailed.val is not None
-    assert tailed.facts["class_counts"] == [27, 9, 3]
+    assert tailed.summary["class_counts"] == [27, 9, 3]
     assert set(rows_of(tailed.train)) < set(rows_of(whole.train))
     assert rows_of(tailed.val) == rows_of(whole.val)
     assert rows_of(tailed.test) == rows_of(whole.test)
@@ -553,8 +236,8 @@ def test_noise_is_of_the_training_split_only(tmp_path):
     assert data.val is not None
     clean = np.array(rows_of(data.train)) % 3
     assert (data.train.y != clean).sum() == round(0.5 * len(clean))
-    assert data.facts["label_noise_rate"] == (data.train.y != clean).mean()
-    assert data.facts["class_counts"] == np.bincount(data.train.y).tolist()
+    assert data.summary["label_noise_rate"] == (data.train.y != clean).mean()
+    assert data.summary["class_counts"] == np.bincount(data.train.y).tolist()
     assert data.val.y.tolist() == [row % 3 for row in rows_of(data.val)]
     assert data.test.y.tolist() == [0, 1, 2, 0, 1, 2, 0]
 
@@ -571,7 +254,7 @@ def test_noise_from_a_file_stays_with_its_rows(imbalance, tmp_path):
     assert data.train.y.tolist() == label_of[rows_of(data.train)].tolist()
     assert data.val.y.tolist() == [row % 3 for row in rows_of(data.val)]
     clean = np.array(rows_of(data.train)) % 3
-    assert data.facts["label_noise_rate"] == (data.train.y != clean).mean() > 0.4
+    assert data.summary["label_noise_rate"] == (data.train.y != clean).mean() > 0.4
 
 
 @pytest.mark.parametrize(

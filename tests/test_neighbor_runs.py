@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-import checkpoint
 from classifiers import HEADS, AttnKnnHead
 from config import Action
 from experiments.building import complete, foreign_rows, load_data
 from experiments.run import rebuild, run
+from inputs import store
 from tests.test_run import TINY, assert_same
 from train_eval import Diverged, Stopped
 from utils import BadOption
@@ -346,9 +346,9 @@ def test_a_damaged_bank(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -
             run({"output_dir": str(tmp_path)}, Action(test_only=True, checkpoint=str(finished[0])))
     finally:
         path.write_bytes(whole)
-    groups, facts = checkpoint.load(folder)
+    groups, facts = store.load(folder)
     groups["bank"]["embedding"] = groups["bank"]["embedding"][:-1]
-    checkpoint.save(tmp_path / "short", groups, facts)
+    store.save(tmp_path / "short", groups, facts)
     with pytest.raises(BadOption, match="bank must be whole"):
         run({"output_dir": str(tmp_path)}, Action(test_only=True, checkpoint=str(tmp_path / "short")))
 

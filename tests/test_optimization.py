@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import checkpoint
 from classifiers import HEADS, AttnKnnHead
 from classifiers.knn import NeighborHead
 from config import Action
 from experiments.run import run
+from inputs import store
 from optimization import make_optimizer
 from tests.test_run import TINY, assert_same
 from tests.test_train import CLASSES, batches, classifier, configured, state
@@ -170,12 +170,12 @@ def test_a_stop_in_mid_epoch_leaves_no_trace_in_weights_average_and_bank(at: int
     where = f"stopped by SIGTERM in epoch {at // 8 + 1}, batch {at % 8} of 8"
     with pytest.raises(Stopped, match=where):
         run({**SAMPLED, "output_dir": str(parts)}, Action())
-    groups, facts = checkpoint.load(parts / "checkpoints" / "last")
+    groups, facts = store.load(parts / "checkpoints" / "last")
     assert {"model", "ema", "bank", "training"} <= set(groups)
     assert (facts["training"]["place"]["updates"], facts["training"]["place"]["batch"]) == (at, at % 8)
     torch.rand(7)  # whatever else happened in between
     run({}, Action(resume=str(parts)))
     assert_same(whole, parts)
-    last, best = (checkpoint.load(whole / "checkpoints" / name)[0] for name in ("last", "best"))
+    last, best = (store.load(whole / "checkpoints" / name)[0] for name in ("last", "best"))
     assert {"model", "ema", "bank", "training"} <= set(last)  # so that there was something to compare
     assert not torch.equal(last["bank"]["embedding"], best["bank"]["embedding"])

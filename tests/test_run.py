@@ -15,10 +15,10 @@ import pytest
 import torch
 from PIL import Image
 
-import checkpoint
 from classifiers import HEADS, LinearHead
 from config import Action
 from experiments.run import run
+from inputs import store
 from train_eval import Diverged, Stopped
 from utils import BadOption
 
@@ -74,7 +74,7 @@ def everything(run_dir: Path) -> dict[str, Any]:
     """All that two equal runs must share, bit for bit."""
     found: dict[str, Any] = {}
     for name in ("last", "best"):
-        tensors, facts = checkpoint.load(run_dir / "checkpoints" / name)
+        tensors, facts = store.load(run_dir / "checkpoints" / name)
         found |= {f"{name}/{group}/{key}": t.numpy().tobytes() for group, named in tensors.items() for key, t in named.items()}
         if "training" in facts:
             place = {k: v for k, v in facts["training"]["place"].items() if k != "seconds"}
@@ -295,14 +295,14 @@ def test_checkpoints_of_another_version(tmp_path: Path) -> None:
     out = tmp_path / "run"
     run({**TINY, "num_epochs": 1, "output_dir": str(out)}, Action())
     best = out / "checkpoints" / "best"
-    tensors, facts = checkpoint.load(best)
+    tensors, facts = store.load(best)
     missing = {k: v for k, v in facts["config"].items() if k != "imbalance"}
-    checkpoint.save(best, tensors, {**facts, "config": missing})
+    store.save(best, tensors, {**facts, "config": missing})
     assert run({}, Action(test_only=True, checkpoint=str(out)))["config"]["imbalance"] == 1.0
-    checkpoint.save(best, tensors, {**facts, "config": {**missing, "new_option": 1}})
+    store.save(best, tensors, {**facts, "config": {**missing, "new_option": 1}})
     with pytest.raises(BadOption, match=r"was written by a version with other options \(new_option\)"):
         run({}, Action(test_only=True, checkpoint=str(out)))
-    checkpoint.save(best, {"model": dict(list(tensors["model"].items())[1:])}, facts)
+    store.save(best, {"model": dict(list(tensors["model"].items())[1:])}, facts)
     with pytest.raises(BadOption, match="does not fit the model that its configuration builds"):
         run({}, Action(test_only=True, checkpoint=str(out)))
 
@@ -320,7 +320,7 @@ def test_divergence_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
     line = r"epoch 2, step 5: loss nan.*learning rate.*largest gradient backbone.*not finite.*last good checkpoint is"
     with pytest.raises(Diverged, match=line):
         run({**TINY, "head": "poison", "output_dir": str(out)}, Action())
-    tensors, facts = checkpoint.load(out / "checkpoints" / "last")
+    tensors, facts = store.load(out / "checkpoints" / "last")
     assert facts["epoch"] == 1
     assert all(bool(t.isfinite().all()) for t in tensors["model"].values())
     assert not (out / "results.json").exists()
@@ -355,5 +355,5 @@ def test_compiled_equals_eager(tmp_path: Path) -> None:
     eager = run({**plain, "output_dir": str(tmp_path / "a")}, Action())
     compiled = run({**plain, "use_compiled": True, "output_dir": str(tmp_path / "b")}, Action())
     assert compiled["test"]["nll"] == pytest.approx(eager["test"]["nll"], abs=1e-4)
-    tensors, _ = checkpoint.load(tmp_path / "b" / "checkpoints" / "best")
+    tensors, _ = store.load(tmp_path / "b" / "checkpoints" / "best")
     assert not any("_orig_mod" in key for key in tensors["model"])

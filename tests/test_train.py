@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from batches import Batch, Batches
 from classifiers import Head, LinearHead, metrics
 from config import Config, resolve
 from dataset import Data, Split
+from inputs.batches import Batches
+from inputs.rows import Batch
 from progress import Log, Tracker
 from train_eval import Classifier, Diverged, Place, Schedule, State, Stopped, better_than, evaluate, grouped, make_optimizer, train
 

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from utils import BadOption, say, write_atomically
+from inputs.store import write_atomically
+from utils import BadOption, say
 
 
 class Stop:

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import checkpoint
 from classifiers.bank import Bank
 from classifiers.index import Proposer, kept
+from inputs import store
 from tests.classifiers.reference import assert_exact, filled
 from utils import BadOption
 
@@ -267,10 +267,10 @@ def test_damage_to_the_index_is_mended(tmp_path, capsys):
 
 
 def test_something_else_than_a_bank(tmp_path):
-    checkpoint.save(tmp_path, {"model": {"weight": torch.zeros(2)}}, {"bank": None})
+    store.save(tmp_path, {"model": {"weight": torch.zeros(2)}}, {"bank": None})
     with pytest.raises(BadOption, match="bank must be a folder that a bank was saved to"):
         Bank.load(tmp_path)
-    assert json.loads((tmp_path / checkpoint.INDEX).read_text())["facts"] == {"bank": None}
+    assert json.loads((tmp_path / store.INDEX).read_text())["facts"] == {"bank": None}
 
 
 # ---------------------------------------------------------------- processes and threads

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import checkpoint
 from classifiers.panel import Panel
 from classifiers.voters import NeighborVoter, Query, Questions
 from config import Action
@@ -20,6 +19,7 @@ from experiments import measuring
 from experiments.measuring import Judge
 from experiments.run import Rebuilt, judge_of, rebuild, run
 from experiments.sets import Sets
+from inputs import store
 from tests.test_run import TINY
 from train_eval import features_of
 
@@ -54,7 +54,7 @@ def evaluated(folder: Path, out: Path, **given: Any) -> dict[str, Any]:
 
 def stored_bank(folder: Path) -> tuple[np.ndarray, np.ndarray]:
     """Embeddings and labels of the bank of a run, in the order of ids."""
-    groups, _ = checkpoint.load(folder / "checkpoints" / "best")
+    groups, _ = store.load(folder / "checkpoints" / "best")
     bank = groups.get("bank") or groups["compared"]
     order = bank["id"].argsort()
     return bank["embedding"][order].double().numpy(), bank["label"][order].numpy()
@@ -170,7 +170,7 @@ def test_nothing_that_is_kept_depends_on_the_test_rows(change: str, trained_on: 
     first, second = trained_on("nothing"), trained_on(change)
     scores = [json.loads((folder / "results.json").read_text())["test"] for folder in (first, second)]
     assert scores[0] != scores[1]  # the test rows did change
-    (one, _), (two, _) = (checkpoint.load(folder / "checkpoints" / "best") for folder in (first, second))
+    (one, _), (two, _) = (store.load(folder / "checkpoints" / "best") for folder in (first, second))
     assert one.keys() == two.keys() >= {"model", "votes"}
     for group, tensors in one.items():
         assert tensors.keys() == two[group].keys()

@@ -11,42 +11,22 @@ or from (seed, view, row). So batch size, workers and a stop in the middle of an
 from __future__ import annotations
 
 import copy
-import functools
 import os
-import signal
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from typing import Self
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
-from dataset import Data, Split
+from inputs.augmentation import border_of, cropped, normals, resized
+from inputs.images import CROP_SCALE, VIEW_SCALE, Crop, arrived, stream
+from inputs.rows import Batch, Data, Split
 from utils import BadOption, fold_in, uniforms
 
-ORDER, AUGMENT, NOISE, MIX, VIEW, BANK = range(10, 16)  # names of the random streams
-CROP_SCALE, CROP_RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
-VIEW_SCALE = (0.6, 1.0)  # gentler than training's: a view has to show what the label names
-SMALL = 48  # sides up to this are resized by matrix products on a CPU
-EVAL_CROP = 0.875  # the share of the shorter side that evaluation sees of an image file
-
-
-@dataclass(frozen=True)
-class Batch:
-    """x on the device; target class numbers (B,) or soft targets (B, C); index: row numbers in the split (B,), or (B, 2)
-    when two rows were mixed into one; embedded: x is the backbone's features already (B, F)."""
-
-    x: Tensor
-    target: Tensor
-    index: Tensor
-    embedded: bool = False
-
-    def __len__(self) -> int:
-        return len(self.x)
+ORDER, AUGMENT, NOISE, MIXUP, VIEW, BANK = range(10, 16)  # names of the random streams
 
 
 class AnyBatches(ABC):
@@ -113,13 +93,9 @@ class Batches(AnyBatches):
         noise: float = 0.0,
         seed: int = 0,
         workers: int | None = None,
-        view: int = 0,
     ) -> None:
         super().__init__(split, data, batch_size=batch_size, device=device, train=train, seed=seed)
-        self.check_view(view)
-        if view and (train or augment):
-            raise ValueError(f"views are for evaluation: with train or augment, view must be 0, got {view}")
-        self.size, self.augment, self.noise, self.view = size, augment, noise, view
+        self.size, self.augment, self.noise = size, augment, noise
         self.workers = min(os.cpu_count() or 1, 8) if workers is None else workers
         self.files = data.kind == "files"
         if data.kind != "table":
@@ -152,7 +128,7 @@ class Batches(AnyBatches):
         try:
             for rows in parts:
                 index = torch.from_numpy(rows).to(self.device)
-                x = _arrived(next(streamed)).to(self.device, non_blocking=True) if streamed else self._gather(rows, index, epoch)
+                x = arrived(next(streamed)).to(self.device, non_blocking=True) if streamed else self._gather(rows, index, epoch)
                 yield Batch(self._finish(self._viewed(x, rows), rows, epoch), self.target[index], index)
         finally:
             streamed = None  # stops the workers now; after an error they would wait for the garbage collector, 5 s each
@@ -203,17 +179,7 @@ class Batches(AnyBatches):
         crop = Crop(fold_in(self.seed, AUGMENT, epoch), self.data.flip, CROP_SCALE) if self.augment else None
         if self.view and not self.mirrored:
             crop = Crop(fold_in(self.seed, VIEW, self.view), self.data.flip, VIEW_SCALE)
-        loader: DataLoader[Any] = DataLoader(
-            _Files(self.split.x, side, crop),
-            batch_sampler=[part.tolist() for part in parts],
-            num_workers=self.workers,
-            pin_memory=self.device.type == "cuda",
-            collate_fn=_collate,
-            # Of its own, so that starting workers takes nothing from the generator that dropout draws from.
-            generator=torch.Generator().manual_seed(0),
-            worker_init_fn=_leave_ctrl_c_to_the_parent,
-        )
-        return iter(loader)
+        return stream(self.split.x, parts, side=side, crop=crop, workers=self.workers, pinned=self.device.type == "cuda")
 
 
 class FeatureBatches(AnyBatches):
@@ -246,152 +212,3 @@ class FeatureBatches(AnyBatches):
         for rows in self.parts(epoch, start):
             index = torch.from_numpy(rows).to(self.device)
             yield Batch(self.views[view][index], self.target[index], index, embedded=True)
-
-
-# ---------------------------------------------------------------- image files
-
-
-class Crop(NamedTuple):
-    seed: int
-    flip: bool
-    scale: tuple[float, float]
-
-
-def _leave_ctrl_c_to_the_parent(worker: int) -> None:
-    """A terminal sends Ctrl-C to every process; the parent still wants the batches of the step that it finishes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _collate(items: list[Tensor | BadOption]) -> Tensor | BadOption:
-    """An image that can't be read crosses the process border as a value: raised over there it would lose its type."""
-    return next((i for i in items if isinstance(i, BadOption)), None) or torch.stack(items)  # type: ignore[arg-type]
-
-
-def _arrived(x: Tensor | BadOption) -> Tensor:
-    if isinstance(x, BadOption):
-        raise x
-    return x
-
-
-class _Files(Dataset[Any]):
-    """Decoded, cropped and resized images, uint8 (3, S, S)."""
-
-    def __init__(self, paths: np.ndarray, side: int, crop: Crop | None) -> None:
-        self.paths, self.side, self.crop = paths, side, crop
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, row: int) -> Tensor | BadOption:
-        from PIL import Image
-
-        try:
-            with Image.open(self.paths[row]) as file:
-                image = eight_bit(file).convert("RGB")
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # what Pillow raises for a damaged file
-            return BadOption("dataset", f"has an image that can't be read ({type(error).__name__})", str(self.paths[row]))
-        crop = self.crop
-        draws = uniforms(crop.seed if crop else 0, [row], 5)[0]
-        box = random_box(image.size, draws, crop.scale) if crop else center_box(image.size)
-        image = image.resize((self.side, self.side), Image.Resampling.BILINEAR, box=box, reducing_gap=3.0)
-        if crop and crop.flip and draws[4] < 0.5:
-            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        return torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1)
-
-
-def eight_bit(file: Any) -> Any:
-    """An image of 8 bits a channel. Left to Pillow, 16-bit pixels would be cut off at 255."""
-    from PIL import Image
-
-    if file.mode == "F":
-        raise ValueError("float pixels have no known range")
-    if file.mode.startswith("I"):  # 16 bit, in Pillow's several ways
-        return Image.fromarray((np.asarray(file).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
-    return file
-
-
-def random_box(size: tuple[int, int], draws: np.ndarray, scale: tuple[float, float] = CROP_SCALE) -> tuple[float, float, float, float]:
-    """A crop of random area, shape and place, in one draw: what does not fit is cut to the image."""
-    width, height = size
-    area = width * height * (scale[0] + draws[0] * (scale[1] - scale[0]))
-    ratio = np.exp(np.log(CROP_RATIO[0]) + draws[1] * (np.log(CROP_RATIO[1]) - np.log(CROP_RATIO[0])))
-    w, h = min(float(np.sqrt(area * ratio)), width), min(float(np.sqrt(area / ratio)), height)
-    left, top = float(draws[2]) * (width - w), float(draws[3]) * (height - h)
-    return left, top, min(left + w, width), min(top + h, height)
-
-
-def center_box(size: tuple[int, int]) -> tuple[float, float, float, float]:
-    side = min(size) * EVAL_CROP
-    left, top = (size[0] - side) / 2, (size[1] - side) / 2
-    return left, top, left + side, top + side
-
-
-# ---------------------------------------------------------------- pixels
-
-
-def border_of(x: Tensor | np.ndarray) -> int:
-    """Pixels by which a crop may be off."""
-    return max(1, x.shape[-1] // 8)
-
-
-def cropped(x: Tensor, index: Tensor, draws: np.ndarray, border: int, flip: bool) -> Tensor:
-    """Rows `index` of x (N, C, H + 2 borders, W + 2 borders), each cut to (H, W) and mirrored by its own draws (B, 3), in one gather."""
-    height, width = x.shape[2] - 2 * border, x.shape[3] - 2 * border
-    top, left = (torch.from_numpy((draws[:, i] * (2 * border + 1)).astype(np.int64)) for i in (0, 1))
-    ys = top[:, None] + torch.arange(height)  # (B, H)
-    xs = left[:, None] + torch.arange(width)  # (B, W)
-    if flip:
-        xs = torch.where(torch.from_numpy(draws[:, 2] < 0.5)[:, None], xs.flip(1), xs)
-    channels = torch.arange(x.shape[1], device=x.device)[None, :, None, None]
-    ys, xs = ys.to(x.device)[:, None, :, None], xs.to(x.device)[:, None, None, :]
-    return x[index[:, None, None, None], channels, ys, xs]  # (B, C, H, W)
-
-
-def resized(x: Tensor, size: tuple[int, int]) -> Tensor:
-    """Bilinear, with antialiasing where the image shrinks."""
-    if x.device.type != "cpu" or max(x.shape[2:]) > SMALL:
-        return F.interpolate(x, size, mode="bilinear", antialias=size[0] < x.shape[2] or size[1] < x.shape[3])
-    # The same as two small matrix products, which a CPU does nearly twice as fast for small images.
-    rows, columns = bilinear_matrix(x.shape[2], size[0]), bilinear_matrix(x.shape[3], size[1])  # (out, in) each
-    return rows @ (x @ columns.T)
-
-
-@functools.cache
-def bilinear_matrix(old: int, new: int) -> Tensor:
-    """What bilinear resizing of one side does, as a matrix (new, old)."""
-    return F.interpolate(torch.eye(old)[None, None], (new, old), mode="bilinear", antialias=new < old)[0, 0]
-
-
-# ---------------------------------------------------------------- draws
-
-
-def normals(seed: int, rows: np.ndarray, numbers: int, device: torch.device) -> Tensor:
-    """(rows, numbers) standard normal draws, a function of (seed, row) alone (Box-Muller)."""
-    half = (numbers + 1) // 2
-    u = torch.from_numpy(uniforms(seed, rows, 2 * half)).to(device)  # (B, 2 * half)
-    radius = torch.sqrt(-2 * torch.log1p(-u[:, :half]))
-    angle = 2 * torch.pi * u[:, half:]
-    return torch.cat((radius * torch.cos(angle), radius * torch.sin(angle)), 1)[:, :numbers]
-
-
-def mixed(batch: Batch, num_classes: int, mixup_alpha: float, cutmix_alpha: float, seed: int) -> Batch:
-    """MixUp (arXiv 1710.09412) or CutMix (arXiv 1905.04899) of each row with its mirror in the batch; with both on, a coin decides."""
-    if not (mixup_alpha or cutmix_alpha):
-        return batch
-    rng = np.random.default_rng(seed)
-    cut = bool(cutmix_alpha) and batch.x.ndim == 4 and (not mixup_alpha or rng.random() < 0.5)
-    alpha = cutmix_alpha if cut else (mixup_alpha or cutmix_alpha)
-    keep = float(rng.beta(alpha, alpha))
-    other = batch.x.flip(0)
-    if cut:
-        height, width = batch.x.shape[2:]
-        h, w = round(height * (1 - keep) ** 0.5), round(width * (1 - keep) ** 0.5)
-        top, left = int(rng.integers(height - h + 1)), int(rng.integers(width - w + 1))
-        x = batch.x.clone()
-        x[:, :, top : top + h, left : left + w] = other[:, :, top : top + h, left : left + w]
-        keep = 1 - h * w / (height * width)
-    else:
-        x = keep * batch.x + (1 - keep) * other
-    soft = F.one_hot(batch.target, num_classes).to(x.dtype)
-    target = keep * soft + (1 - keep) * soft.flip(0)
-    return replace(batch, x=x, target=target, index=torch.stack((batch.index, batch.index.flip(0)), 1))

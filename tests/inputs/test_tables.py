@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dataset import load
-from sources import Encoder, Table, read_adult, read_csv, read_wine_quality
+from inputs.tables import Encoder, Table, read_csv
 from utils import BadOption
 
 
@@ -59,15 +59,6 @@ def test_rows_with_other_columns_are_refused():
         encoder.encode(Table.of(np.zeros((2, 3))))
     with pytest.raises(BadOption, match=r"^dataset has the rows of a table, and the model reads images"):
         Encoder.from_json({"mean": [0.5], "std": [0.2]})
-
-
-def test_labels_below_0_are_classes_and_said(tmp_path, capsys):
-    x, y = np.random.default_rng(0).normal(size=(30, 2)), np.arange(30) % 5 - 1
-    np.savez(tmp_path / "d.npz", x_train=x, y_train=y, x_test=x, y_test=np.abs(y))
-    assert load(f"npz:{tmp_path / 'd.npz'}").classes == ("-1", "0", "1", "2", "3")
-    said = capsys.readouterr().err
-    assert "dataset: y_train has labels from -1; every value is a class of its own, -1 too" in said
-    assert "y_test" not in said
 
 
 def test_indexing_a_table_keeps_rows_together():
@@ -170,59 +161,3 @@ def test_a_target_of_measures_leaves_nothing_to_test(tmp_path):
     file.write_text("a,y\n" + "".join(f"{n},{n / 7}\n" for n in range(23)))
     with pytest.raises(BadOption, match=r"^dataset must leave at least 1 test row after the splits \(0 left\)"):
         load(f"csv:{file}:y")
-
-
-# ---------------------------------------------------------------- UCI files
-
-ADULT = (
-    "39, State-gov, 77516, Bachelors, 13, Never-married, Adm-clerical, Not-in-family, White, Male, 2174, 0, 40, United-States, {}\n"
-    "50, ?, 83311, HS-grad, 9, Divorced, ?, Husband, Black, Female, 0, 1887, 13, ?, {}\n"
-)
-
-
-@pytest.mark.parametrize("folder", [".", "adult"])
-def test_adult(folder, tmp_path):
-    (tmp_path / folder).mkdir(exist_ok=True)
-    (tmp_path / folder / "adult.data").write_text(ADULT.format("<=50K", ">50K") * 2 + "\n")
-    (tmp_path / folder / "adult.test").write_text("|1x3 Cross validator\n" + ADULT.format(">50K.", "<=50K.") + "\n")
-    read = read_adult(tmp_path)
-    assert len(read) == 4
-    train, y_train, test, y_test = read
-    assert train.numbers.tolist() == [[39, 77516, 13, 2174, 0, 40], [50, 83311, 9, 0, 1887, 13]] * 2
-    assert train.categories[1].tolist() == ["", "HS-grad", "Divorced", "", "Husband", "Black", "Female", ""]
-    assert y_train.tolist() == ["<=50K", ">50K"] * 2
-    assert y_test.tolist() == [">50K", "<=50K"]
-    assert test.numbers.tolist() == train.numbers[:2].tolist()
-
-    data = load("adult", str(tmp_path), val_fraction=0)
-    assert (data.shape, data.classes, len(data.train), len(data.test)) == ((6 + 8 * 2,), ("<=50K", ">50K"), 4, 2)
-    assert data.test.y.tolist() == [1, 0]
-
-
-def test_an_adult_file_cut_short_is_named(tmp_path):
-    (tmp_path / "adult.data").write_text(ADULT.format("<=50K", ">50K")[:-40])
-    (tmp_path / "adult.test").write_text(ADULT.format("<=50K.", ">50K."))
-    with pytest.raises(BadOption, match=r"^data_path must hold the UCI file adult.data with 15 columns, got '.*adult.data'"):
-        load("adult", str(tmp_path))
-    (tmp_path / "adult.data").write_text("")
-    with pytest.raises(BadOption, match=r"^dataset must leave at least 2 training rows"):
-        load("adult", str(tmp_path))
-
-
-MEASURES = [
-    "fixed acidity", "volatile acidity", "citric acid", "residual sugar", "chlorides", "free sulfur dioxide",
-    "total sulfur dioxide", "density", "pH", "sulphates", "alcohol", "quality",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("folder", [".", "wine-quality"])
-def test_wine_quality(folder, tmp_path):
-    (tmp_path / folder).mkdir(exist_ok=True)
-    for color, rows, base in (("red", 3, 0.0), ("white", 5, 100.0)):
-        lines = [";".join(f'"{m}"' for m in MEASURES)]
-        lines += [";".join(str(base + row + column / 16) for column in range(11)) + f";{3 + row}" for row in range(rows)]
-        (tmp_path / folder / f"winequality-{color}.csv").write_text("\n".join(lines) + "\n")
-    rows_, labels = read_wine_quality(tmp_path)
-    assert rows_.categories[:, 0].tolist() == ["red"] * 3 + ["white"] * 5
-    assert rows_.numbers[4].tolist() == [101 + column / 16 for column in range(11)]
-    assert labels.tolist() == ["3", "4", "5", "3", "4", "5", "6", "7"]

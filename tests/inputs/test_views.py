@@ -10,18 +10,14 @@ import pytest
 import torch
 from PIL import Image
 
-from batches import CROP_SCALE, VIEW, VIEW_SCALE, Batch, Batches, FeatureBatches, cropped, mixed, normals, random_box
-from dataset import Data, Split
-from tests.test_batches import CPU, all_rows, batches, image_set, normalized, photos
+from inputs.augmentation import normals
+from inputs.batches import VIEW, Batches, FeatureBatches
+from inputs.images import CROP_SCALE, VIEW_SCALE, random_box
+from inputs.rows import Data, Split
+from tests.inputs.made import CPU, all_rows, batches, image_set, normalized, photos, table
 from utils import BadOption, fold_in, uniforms
 
 EVERYTHING: dict[str, Any] = dict(noise=0.1, size=(19, 13), seed=3)
-
-
-def table(rows: int = 23, features: int = 5) -> Data:
-    x = np.random.default_rng(0).normal(size=(rows, features)).astype(np.float32)
-    split = Split(x, np.arange(rows) % 2)
-    return Data("made", "table", (features,), ("a", "b"), split, None, split, True, {"mean": [], "std": [], "levels": []})
 
 
 def features(views: int = 3, rows: int = 23, width: int = 5, **options: Any) -> FeatureBatches:
@@ -159,7 +155,7 @@ def test_a_view_of_a_row_does_not_depend_on_its_batch(view):
     data = image_set()
     wanted = all_rows(batches(data, batch_size=23, **EVERYTHING).seen_as(view))
     for size in (1, 2, 5, 11):
-        made = batches(data, batch_size=size, view=view, **EVERYTHING)
+        made = batches(data, batch_size=size, **EVERYTHING).seen_as(view)
         assert torch.equal(all_rows(made), wanted)
         assert torch.equal(all_rows(made, epoch=9), wanted)  # nor on the epoch
         rest = list(made.epoch(0, start=2))
@@ -177,7 +173,7 @@ def test_no_row_is_lost_in_a_view(view):
 def test_a_training_set_is_seen_as_its_evaluation_is():
     data = image_set()
     for view in range(4):
-        same_epochs(batches(data, train=True, augment=True, **EVERYTHING).seen_as(view), batches(data, view=view, **EVERYTHING))
+        same_epochs(batches(data, train=True, augment=True, **EVERYTHING).seen_as(view), batches(data, **EVERYTHING).seen_as(view))
 
 
 def test_the_smallest_image_has_views():
@@ -188,14 +184,6 @@ def test_the_smallest_image_has_views():
     assert all(near or torch.allclose(found[row], black[0], atol=1e-6) for row, near in enumerate(inside))
 
 
-def test_cropped_by_hand():
-    x = torch.arange(20, dtype=torch.uint8).view(1, 1, 4, 5).repeat(2, 1, 1, 1)  # (2, 3) in the middle
-    draws = np.array([[0.0, 0.99, 0.5], [0.5, 0.5, 0.49], [0.99, 0.0, 0.0]])
-    found = cropped(x, torch.tensor([0, 1, 0]), draws, 1, True)[:, 0].tolist()
-    assert found == [[[2, 3, 4], [7, 8, 9]], [[8, 7, 6], [13, 12, 11]], [[12, 11, 10], [17, 16, 15]]]
-    assert cropped(x, torch.tensor([0]), draws[2:], 1, False)[0, 0].tolist() == [[10, 11, 12], [15, 16, 17]]
-
-
 # ---------------------------------------------------------------- views of image files
 
 
@@ -203,7 +191,7 @@ def test_cropped_by_hand():
 def test_workers_change_nothing_in_a_view(view, tmp_path):
     data = photos(tmp_path)
     runs = [
-        all_rows(batches(data, noise=0.1, size=(19, 19), workers=workers, batch_size=size, seed=3, view=view))
+        all_rows(batches(data, noise=0.1, size=(19, 19), workers=workers, batch_size=size, seed=3).seen_as(view))
         for workers, size in ((0, 3), (2, 3), (2, 4), (0, 11))
     ]
     assert runs[0].shape == (11, 3, 19, 19)
@@ -231,15 +219,15 @@ def halves(folder: Path, flip: bool) -> Data:
 @pytest.mark.parametrize(("flip", "view"), [(True, 2), (True, 3), (False, 1), (False, 2)])
 def test_other_views_of_a_photo_are_its_boxes(flip, view, tmp_path):
     data = halves(tmp_path, flip)
-    found = all_rows(batches(data, size=(19, 19), workers=0, seed=5, view=view))
+    found = all_rows(batches(data, size=(19, 19), workers=0, seed=5).seen_as(view))
     draws = uniforms(fold_in(5, VIEW, view), np.arange(29), 5)
     turned = 0
     for row in range(29):
         left, _, right, _ = random_box((40, 30), draws[row], VIEW_SCALE)
         mirrored = flip and draws[row, 4] < 0.5
-        red = (20 - left) / (right - left)  # the share of the columns
-        shares = found[row].mean((1, 2))
-        torch.testing.assert_close(shares, torch.tensor([red, 1 - red, 0.0]), atol=0.01, rtol=0)
+        red = (20 - left) / (right - left)  # of the columns
+        means = found[row].mean((1, 2))
+        torch.testing.assert_close(means, torch.tensor([red, 1 - red, 0.0]), atol=0.01, rtol=0)
         first = 1 if mirrored else 0  # the color of the left edge
         assert found[row, first, 9, 0] == 1
         turned += mirrored
@@ -262,20 +250,13 @@ def test_a_table_has_no_views():
     data = table()
     made = Batches(data.train, data, batch_size=7, device=CPU)
     same_epochs(made.seen_as(0), made)
-    rule = r"^tta needs images: the rows of a table have no views, got 1$"
-    with pytest.raises(BadOption, match=rule):
+    with pytest.raises(BadOption, match=r"^tta needs images: the rows of a table have no views, got 1$"):
         made.seen_as(1)
-    with pytest.raises(BadOption, match=rule):
-        Batches(data.train, data, batch_size=7, device=CPU, view=1)
 
 
 def test_views_that_do_not_exist():
-    data = image_set()
     with pytest.raises(ValueError, match=r"^view must be at least 0, got -1$"):
-        batches(data).seen_as(-1)
-    for options in ({"train": True}, {"augment": True}):
-        with pytest.raises(ValueError, match=r"^views are for evaluation: with train or augment, view must be 0, got 2$"):
-            batches(data, view=2, **options)
+        batches(image_set()).seen_as(-1)
     for view in (-1, 3):
         with pytest.raises(ValueError, match=rf"^view must be one of those that were embedded \(0 to 2\), got {view}$"):
             features().seen_as(view)
@@ -335,15 +316,3 @@ def test_features_have_what_batches_have():
 def test_features_of_another_shape_are_refused(shape):
     with pytest.raises(ValueError, match=r"^views must be \(at least 1, 23 rows, features\), got "):
         FeatureBatches(torch.zeros(shape), np.arange(23) % 5, data=image_set(), batch_size=7, device=CPU)
-
-
-@pytest.mark.parametrize("embedded", [True, False])
-@pytest.mark.parametrize(("mixup", "cutmix"), [(0.7, 0.0), (0.0, 1.0), (0.7, 1.0)])
-def test_mixing_keeps_embedded(embedded, mixup, cutmix):
-    given = Batch(torch.tensor([[1.0], [3.0], [5.0]]), torch.tensor([0, 1, 0]), torch.arange(3), embedded)
-    for seed in range(5):
-        found = mixed(given, 2, mixup, cutmix, seed)
-        assert found.embedded is embedded
-        assert 1 < found.x[0, 0] < 5
-    assert mixed(given, 2, 0.0, 0.0, 0) is given
-    assert not Batch(given.x, given.target, given.index).embedded

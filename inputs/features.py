@@ -1,0 +1,97 @@
+"""Features of a frozen backbone: computed once for each view of each row, kept on disk, and served as batches."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inputs import store
+from inputs.batches import Batches, FeatureBatches
+from inputs.rows import Batch
+from utils import BadOption, say
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What features follow from that neither the weights nor the batches tell."""
+
+    model: str
+    layer: tuple[Any, ...]  # name and options of the layers, those that leave no trace in the weights too
+    use_amp: bool
+
+
+class Features:
+    """Features that `embed` makes of batches, kept (if there is a folder) with their checksum under the hash of all that they
+    follow from. `weights` is the `digest_of` the backbone's."""
+
+    def __init__(self, embed: Callable[[Batch], Tensor], weights: str, reading: Reading, folder: Path | None) -> None:
+        self.embed, self.weights, self.reading, self.folder = embed, weights, reading, folder
+
+    def batches(self, part: str, images: Batches, *, views: int = 1, epochs: int = 0) -> FeatureBatches:
+        """The rows in `views` views of evaluation, and as training sees them in its first `epochs` epochs."""
+        found = [self.of(f"{part}-view-{v}" if v else part, images.seen_as(v)) for v in range(views)]
+        found += [self.of(f"{part}-augmented-{e}", images, found[0], e) for e in range(epochs)]
+        return FeatureBatches(
+            torch.stack(found),
+            images.split.y,
+            data=images.data,
+            batch_size=images.batch_size,
+            device=images.device,
+            train=images.train,
+            seed=images.seed,
+        )
+
+    def of(self, name: str, images: Batches, plain: Tensor | None = None, epoch: int = 0) -> Tensor:
+        """From disk if they are there, else computed and put there. `plain` stands where an epoch leaves a row out."""
+        folder = self.folder and self.folder / f"{name}-{self.key(images, epoch if plain is not None else images.view)}"
+        if folder and (folder / store.INDEX).exists():
+            try:
+                return store.load(folder)[0]["features"]["x"].to(images.device)
+            except BadOption as error:
+                say(f"features: computed anew; the cache is damaged ({error.rule})")
+        say(f"features: {len(images.split):,} rows of {name} through the frozen backbone")
+        found = self._computed(images, plain, epoch)  # (N, F)
+        if folder:
+            store.save(folder, {"features": {"x": found}}, {"rows": len(found), "of": name})
+        return found
+
+    @torch.no_grad()
+    def _computed(self, images: Batches, plain: Tensor | None, epoch: int) -> Tensor:
+        if plain is None:
+            return torch.cat([self.embed(batch) for batch in images.epoch()])
+        found = plain.clone()
+        for batch in images.epoch(epoch):
+            found[batch.index] = self.embed(batch)
+        return found
+
+    def key(self, images: Batches, view: int) -> str:
+        """Of the weights, the rows, and how they are read. Another order or type of what goes in makes every cache stale."""
+        split, reading = images.split, self.reading
+        rows = "\n".join(stamp(path) for path in split.x) if images.files else np.ascontiguousarray(split.x)
+        random = images.noise > 0 or view > 0 or images.augment
+        read = (reading.model, *reading.layer, images.size, images.noise, reading.use_amp)
+        read += (images.train, images.augment, images.data.flip, view, images.seed * random)
+        fitted = sorted(images.data.fitted.items())
+        return digest_of(self.weights, rows, repr(read), repr(fitted), repr(split.x.shape))[:16]
+
+
+def stamp(path: str) -> str:
+    """An image file's name and when it was written."""
+    return f"{path} {Path(path).stat().st_mtime_ns}"
+
+
+def digest_of(*parts: Tensor | np.ndarray | str) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, str):
+            digest.update(part.encode())
+        else:
+            digest.update(np.ascontiguousarray(part.detach().cpu().numpy() if isinstance(part, Tensor) else part).data)
+    return digest.hexdigest()

@@ -1,0 +1,71 @@
+"""What rows are: as a reader found them (Source), as a run has them (Data, in Splits), and as a model gets them (Batch)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a data set's function returns.
+
+    x: uint8 images (N, H, W) or (N, H, W, C), float rows (N, F), a `Table`, or paths of image files. y: one label a row.
+    Without a test set, a fifth of the rows becomes one. `flip`: does a mirror image keep its class?
+    """
+
+    x_train: Any
+    y_train: Any
+    x_test: Any = None
+    y_test: Any = None
+    x_val: Any = None
+    y_val: Any = None
+    classes: tuple[str, ...] | None = None
+    flip: bool = True
+    confusable: dict[int, int] | None = None  # class to the class it is mistaken for, for asymmetric label noise
+
+
+@dataclass(frozen=True)
+class Split:
+    """x: uint8 images (N, C, H, W), float32 rows (N, F), or paths. y: int64 class numbers."""
+
+    x: np.ndarray
+    y: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+
+@dataclass(frozen=True)
+class Data:
+    name: str
+    kind: str  # image | files | table
+    shape: tuple[int, ...]  # (C, H, W) or (features,)
+    classes: tuple[str, ...]
+    train: Split
+    val: Split | None
+    test: Split
+    flip: bool
+    fitted: dict[str, Any]  # what was fitted on the training split: mean and std, or the table encoder
+    summary: dict[str, Any] = field(default_factory=dict)  # counts and a hash of the rows, recorded in the run
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.classes)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """x on the device; target class numbers (B,) or soft targets (B, C); index: row numbers in the split (B,), or (B, 2)
+    when two rows were mixed into one; embedded: x is the backbone's features already (B, F)."""
+
+    x: Tensor
+    target: Tensor
+    index: Tensor
+    embedded: bool = False
+
+    def __len__(self) -> int:
+        return len(self.x)

@@ -58,6 +58,16 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {folded[match[0]]!r}?)" if match else ""
 
 
+def shortened(text: object, most: int) -> str:
+    """Text, or an error's message, on one line of at most `most` characters; what is too long ends after a whole word, with "..."."""
+    words = " ".join(str(text).split())
+    if len(words) <= most:
+        return words
+    room = words[: most - 2]  # one character more than there is room for: a space there ends a word that just fits
+    kept = room.rpartition(" ")[0] or room[:-1]  # one endless word is cut where it must be
+    return kept.rstrip(" ,;:.(") + "..."
+
+
 # ---------------------------------------------------------------- checks of values
 
 

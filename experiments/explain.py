@@ -28,7 +28,7 @@ from experiments.folder import check_writable
 from experiments.run import Rebuilt
 from experiments.selection import Depth, Grid, Locality, choose_queries, depth_of
 from layers import TokenMixer
-from layers.reading import Note, noted
+from layers.attention_map import Note, noted
 from utils import BadOption, Registry, say
 
 TABLE_IMAGES = 64  # the table is a mean over so many test images
@@ -195,7 +195,7 @@ def depths_of(rebuilt: Rebuilt, grid: Grid, x: Tensor, K: int | None) -> list[De
         counts = ", ".join(dict.fromkeys(str(q.shape[2]) for _, q, _ in seen)) or "none: no layer called its mix"
         rule = f"must be a model whose layers all see the patches of one grid, {grid.height} x {grid.width} (tokens seen: {counts})"
         raise BadOption("checkpoint", rule, rebuilt.config.model)
-    return [depth_of(layer, layer.reads(q, k), grid, K) for layer, q, k in seen]
+    return [depth_of(layer, layer.attention_map(q, k), grid, K) for layer, q, k in seen]
 
 
 # ---------------------------------------------------------------- --what tokens

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layers import reading
+from layers.attention_map import attention_map
 from utils import BadOption, whole_number
 
 
@@ -61,9 +61,9 @@ class TokenMixer(nn.Module):
         out = self.mix(self.q_norm(q), self.k_norm(k), v)  # (B, H, N, D)
         return self.proj_drop(self.proj(self.norm(out.transpose(1, 2).reshape(b, n, -1))))
 
-    def reads(self, q: Tensor, k: Tensor) -> Tensor:
+    def attention_map(self, q: Tensor, k: Tensor) -> Tensor:
         """How much each token (row) reads of each other (column), in eval(): (B, H, N, N). `mix` tells: no layer has to."""
-        return reading.reads(self, q, k)
+        return attention_map(self, q, k)
 
     @property
     def attention_dropout(self) -> float:

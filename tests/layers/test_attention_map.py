@@ -56,7 +56,7 @@ def test_nothing_is_read_without_a_weight(spec: str) -> None:
     layer = build(spec).eval()
     q, k, v = queries(3, TOKENS, layer.head_dim, batch=1)
     weight, before = layer.attention_map(q, k), layer.mix(q, k, v)
-    near = getattr(layer, "near_dim", layer.head_dim)  # of a branch, the share that selects
+    near = getattr(layer, "near_dim", layer.head_dim)  # of a branch, the channels that select
     for token in (0, 3, 17, TOKENS - 1):
         other = v.clone()
         other[:, :, token] += 1

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layers import reading
+from layers.attention_map import attention_map
 from utils import BadOption, whole_number
 
 
@@ -34,9 +34,9 @@ class TokenMixer(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        for option, share in (("dropout", dropout), ("attention_dropout", attention_dropout)):
-            if not 0 <= share < 1:
-                raise BadOption(option, "must be at least 0 and below 1", share)
+        for option, p in (("dropout", dropout), ("attention_dropout", attention_dropout)):
+            if not 0 <= p < 1:
+                raise BadOption(option, "must be at least 0 and below 1", p)
         self.dim, self.num_heads, self.head_dim = dim, num_heads, head_width(dim, num_heads, head_dim)
         self.scale = self.head_dim**-0.5
         inner = num_heads * self.head_dim
@@ -47,7 +47,7 @@ class TokenMixer(nn.Module):
         self.norm = nn.Identity()  # of the output, before `proj`; a model whose attention was swapped may bring a real one
         self.proj = nn.Linear(inner, dim, bias=proj_bias)
         self.proj_drop = nn.Dropout(dropout)
-        self._built: dict[Any, Tensor] = {}
+        self._cache: dict[Any, Tensor] = {}
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Queries, keys and values, each (B, H, N, D), to outputs (B, H, N, D)."""
@@ -61,23 +61,23 @@ class TokenMixer(nn.Module):
         out = self.mix(self.q_norm(q), self.k_norm(k), v)  # (B, H, N, D)
         return self.proj_drop(self.proj(self.norm(out.transpose(1, 2).reshape(b, n, -1))))
 
-    def reads(self, q: Tensor, k: Tensor) -> Tensor:
+    def attention_map(self, q: Tensor, k: Tensor) -> Tensor:
         """How much each token (row) reads of each other (column), in eval(): (B, H, N, N). `mix` tells: no layer has to."""
-        return reading.reads(self, q, k)
+        return attention_map(self, q, k)
 
     @property
     def attention_dropout(self) -> float:
         """The dropout that applies now: none in eval()."""
         return self.attn_drop.p if self.training else 0.0
 
-    def built_once(self, key: Any, build: Callable[[], Tensor]) -> Tensor:
+    def cached(self, key: Any, make: Callable[[], Tensor]) -> Tensor:
         """A mask or a list of tokens that depends on nothing but `key` (the number of tokens, the device)."""
-        found = self._built.get(key)
+        found = self._cache.get(key)
         if found is None:
-            found = build()
+            found = make()
             # NOTE what is made in inference mode could not serve a training step later; what is made in a graph stays in it
             if not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
-                self._built[key] = found
+                self._cache[key] = found
         return found
 
     def extra_repr(self) -> str:
@@ -85,7 +85,7 @@ class TokenMixer(nn.Module):
 
 
 def head_width(dim: int, num_heads: int, head_dim: int | None = None) -> int:
-    """Channels a head: an equal share of `dim` unless said otherwise."""
+    """Channels a head: `dim` divided evenly unless said otherwise."""
     whole_number("num_heads", num_heads, 1)
     if head_dim is not None:
         whole_number("head_dim", head_dim, 1)

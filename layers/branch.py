@@ -1,4 +1,4 @@
-"""Two ways of mixing side by side: a share of the channels through ConvNN, the rest through something else."""
+"""Two ways of mixing side by side: some of the channels through ConvNN, the rest through something else."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from utils import BadOption, whole_number
 
 
 class Branch(ConvNNAttention):
-    """A share `branch_ratio` of each head's channels through ConvNN, the others through `mix_rest`; `proj` joins them.
+    """The fraction `branch_ratio` of each head's channels through ConvNN, the others through `mix_rest`; `proj` joins them.
 
     Queries, keys and values come from the base's one projection, so 1 is ConvNNAttention and 0 the other layer,
     weight for weight.
@@ -23,7 +23,7 @@ class Branch(ConvNNAttention):
 
     def __init__(self, dim: int, num_heads: int = 8, *, branch_ratio: float = 0.5, head_dim: int | None = None, **convnn: Any) -> None:
         width = head_width(dim, num_heads, head_dim)
-        super().__init__(dim, num_heads, share_of_head(branch_ratio, width, num_heads), head_dim=head_dim, **convnn)
+        super().__init__(dim, num_heads, channels_for_convnn(branch_ratio, width, num_heads), head_dim=head_dim, **convnn)
         self.rest_dim = width - self.near_dim
 
     def mix_rest(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -44,14 +44,14 @@ class Branch(ConvNNAttention):
 
 
 class BranchAttention(Branch):
-    """A share `branch_ratio` of the channels through ConvNNAttention, the rest through Attention, one linear map after both."""
+    """The fraction `branch_ratio` of the channels through ConvNNAttention, the rest through Attention, one linear map after both."""
 
     def mix_rest(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=self.attention_dropout)
 
 
 class BranchConv(Branch):
-    """A share `branch_ratio` of the channels through ConvNNAttention, the rest through a Conv1d, one linear map after both."""
+    """The fraction `branch_ratio` of the channels through ConvNNAttention, the rest through a Conv1d, one linear map after both."""
 
     def __init__(self, dim: int, num_heads: int = 8, *, kernel_size: int = 9, **branch: Any) -> None:
         super().__init__(dim, num_heads, **branch)
@@ -74,15 +74,15 @@ class BranchConv(Branch):
         return out.transpose(1, 2).unflatten(0, v.shape[:2])
 
 
-def share_of_head(branch_ratio: float, width: int, num_heads: int) -> int:
-    """Channels a head for a share of all channels: the nearest whole number, and a word where it is not exact."""
+def channels_for_convnn(branch_ratio: float, width: int, num_heads: int) -> int:
+    """Channels a head for a fraction of all channels, rounded, and a word where that is not exact."""
     if not isinstance(branch_ratio, (int, float)) or not 0 <= branch_ratio <= 1:
         raise BadOption("branch_ratio", "must be between 0 and 1", branch_ratio)
     exact = branch_ratio * width
-    share = round(exact)
-    if abs(exact - share) > 1e-9:
+    channels = round(exact)
+    if abs(exact - channels) > 1e-9:
         say_once(
             f"branch_ratio: {branch_ratio} of {width * num_heads} channels does not divide among {num_heads} heads; "
-            f"{share * num_heads} channels go through ConvNN ({share / width:.4g})"
+            f"{channels * num_heads} channels go through ConvNN ({channels / width:.4g})"
         )
-    return share
+    return channels

@@ -110,7 +110,7 @@ class ConvNNAttention(TokenMixer):
             return None
         self._check_samples(tokens)
         if self.sampling_type != "random":
-            return self.built_once(("candidates", tokens, device), lambda: self._spaced(tokens).to(device))
+            return self.cached(("candidates", tokens, device), lambda: self._spaced(tokens).to(device))
         if self.training or self.eval_sampling == "fixed":
             return L.drawn_tokens(tokens, self.num_samples, fixed=not self.training, device=device)
         return torch.arange(tokens, device=device)
@@ -154,13 +154,13 @@ class ConvNNAttention(TokenMixer):
     def _with_coordinates(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         n, device = tensors[0].shape[2], tensors[0].device
 
-        def build() -> Tensor:
+        def make() -> Tensor:
             if self.coordinate_encoding == "2d" and self.grid is not None:
                 self._check_grid(n)
                 return L.plane_coordinates(self.grid, self.num_prefix_tokens, device)
             return L.line_coordinates(n, device)
 
-        place = self.built_once(("coordinates", n, device), build)  # (N, 1) or (N, 2)
+        place = self.cached(("coordinates", n, device), make)  # (N, 1) or (N, 2)
         return tuple(L.append_coordinates(t, place) for t in tensors)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -121,7 +121,7 @@ def grid_samples(grid: tuple[int, int], samples: int, padding: int) -> tuple[int
 
 
 def grid_tokens(grid: tuple[int, int], samples: int, padding: int, num_prefix_tokens: int) -> Tensor:
-    """Tokens at rows and columns evenly spaced over the patch grid, each in the middle of its share."""
+    """Tokens at rows and columns evenly spaced over the patch grid, each in the middle of its part of the grid."""
     rows, columns = grid_samples(grid, samples, padding)
     y = ((torch.arange(rows) + 0.5) * (grid[0] - 2 * padding) / rows).long() + padding  # (rows,)
     x = ((torch.arange(columns) + 0.5) * (grid[1] - 2 * padding) / columns).long() + padding

@@ -55,7 +55,7 @@ class SampledKnnAttention(TokenMixer):
         """Tokens outside each row's top K, (B, H, N, samples), from the draw of places among the others."""
         b, _, n, _ = index.shape
         device = index.device
-        places = self.draw(n, device) if self.training else self.built_once((n, device), lambda: self.draw(n, device))
+        places = self.draw(n, device) if self.training else self.cached((n, device), lambda: self.draw(n, device))
         # The u-th of the others comes after as many of the top K as have at most u others before them.
         others_before = index.sort().values - torch.arange(self.K, device=device)  # (B, H, N, K)
         places = places.expand(b, -1, -1, -1).contiguous()
@@ -66,15 +66,15 @@ class SampledKnnAttention(TokenMixer):
         q, k = L.full_precision(q), L.full_precision(k)
         n = q.shape[2]
         _, index = L.nearest(q.detach(), k.detach(), self.K)
-        stands_for = 1.0
+        stands_for = 1.0  # tokens for each one that is sampled
         if n > self.K:
             sample = self.sampled(index)
             stands_for = (n - self.K) / sample.shape[-1]
             index = torch.cat([index, sample], -1)
         logits = L.pair_dot(q, k, index) * self.scale
-        share = torch.zeros(index.shape[-1], dtype=logits.dtype, device=logits.device)
-        share[self.K :] = math.log(stands_for)
-        return index, (logits + share).softmax(-1)
+        log_count = torch.zeros(index.shape[-1], dtype=logits.dtype, device=logits.device)
+        log_count[self.K :] = math.log(stands_for)
+        return index, (logits + log_count).softmax(-1)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         check_neighbors(self.K, q.shape[2])

@@ -21,8 +21,8 @@ class MaskedAttention(TokenMixer):
         raise NotImplementedError
 
     def mask(self, tokens: int, device: torch.device) -> Tensor:
-        """The pattern, built once for each number of tokens."""
-        return self.built_once((tokens, device), lambda: self.pattern(tokens, device))
+        """The pattern, made once for each number of tokens."""
+        return self.cached((tokens, device), lambda: self.pattern(tokens, device))
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mask = self.mask(q.shape[2], q.device)  # (N, N)

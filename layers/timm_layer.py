@@ -12,7 +12,7 @@ from utils import BadOption, Call
 
 
 def timm_class(call: Call, layer: type[TokenMixer]) -> type[nn.Module]:
-    """A class with the constructor of timm's Attention that builds the layer with the options of the call.
+    """A class with the constructor of timm's Attention that makes the layer with the options of the call.
 
     timm says neither the grid nor the number of class tokens: a layer that needs them is given `grid=` and
     `num_prefix_tokens=` as options.

@@ -1,17 +1,16 @@
-"""Any timm classification model as a backbone, and weights from disk."""
+"""Any timm classification model as a backbone."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import timm
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
-from models import ModelSpec, check_layers
-from utils import BadOption, did_you_mean, say
+from models.registry import ModelSpec, check_layers
+from models.swap import swap_attention
+from models.weights import load_matching, read_shapes, tell_matches
+from utils import BadOption, did_you_mean, say, shortened
 
 SMALL_IMAGE = 64  # up to this side a ResNet gets the CIFAR stem
 
@@ -58,15 +57,13 @@ def timm_backbone(spec: ModelSpec) -> nn.Module:
     }
     model: Any = _create(short, wanted, {"img_size", "drop_rate", "attn_drop_rate"})
     if "pretrained_cfg_overlay" in weights:  # timm passes over names that a file without a classifier lacks
-        _tell_matches(set(model.state_dict()), set(read_shapes(str(spec.pretrained))), str(spec.pretrained))
+        tell_matches(set(model.state_dict()), set(read_shapes(str(spec.pretrained))), str(spec.pretrained))
     if max(height, width) <= SMALL_IMAGE and _give_cifar_stem(model):
         say(f"{spec.name}: CIFAR stem (3 x 3 convolution of stride 1, no pooling) for images of {height} x {width}")
     classifier = model.get_classifier() if hasattr(model, "get_classifier") else None
     model.reset_classifier(0)
     model.num_features = getattr(model, "head_hidden_size", None) or model.num_features  # some widen the features in their head
     if spec.layer != "Attention":
-        from models.swap import swap_attention
-
         swap_attention(model, spec.layer, **dict(spec.layer_options))
     elif spec.layer_options:
         check_layers(spec)
@@ -92,15 +89,6 @@ def _weights(pretrained: str | None, config: dict[str, Any]) -> dict[str, Any]:
     return {"pretrained": True, "pretrained_cfg_overlay": overlay}
 
 
-def read_shapes(path: str) -> dict[str, tuple[int, ...]]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        missing = "does not exist" if not Path(path).exists() else f"{type(error).__name__}"
-        raise BadOption("pretrained", f"must be hub or an undamaged .safetensors file ({missing})", path) from None
-
-
 def _create(name: str, wanted: dict[str, Any], optional: set[str]) -> nn.Module:
     """timm.create_model, leaving out those optional arguments that this model does not take."""
     while True:
@@ -118,8 +106,7 @@ def _create(name: str, wanted: dict[str, Any], optional: set[str]) -> nn.Module:
         except (RuntimeError, OSError) as error:
             if "pretrained" not in wanted:
                 raise
-            reason = " ".join(str(error).split())[:160]
-            raise BadOption("pretrained", f"must be weights of timm/{name} that can be read ({reason})") from None
+            raise BadOption("pretrained", f"must be weights of timm/{name} that can be read ({shortened(error, 160)})") from None
 
 
 def _give_cifar_stem(model: Any) -> bool:
@@ -135,21 +122,3 @@ def _give_cifar_stem(model: Any) -> bool:
         model.conv1[0] = stem
     model.maxpool = nn.Identity()
     return True
-
-
-def load_matching(model: nn.Module, path: str) -> None:
-    """Weights from a safetensors file where names and shapes match; says what was left out, refuses if most of it is."""
-    read_shapes(path)  # its errors
-    found: dict[str, Tensor] = {k.removeprefix("backbone."): v for k, v in load_file(path).items() if not k.startswith("head.")}
-    own = model.state_dict()
-    fitting = {k: v for k, v in found.items() if k in own and own[k].shape == v.shape}
-    model.load_state_dict(fitting, strict=False)
-    _tell_matches(set(own), {k for k in found if k in fitting or k not in own}, path)
-
-
-def _tell_matches(own: set[str], found: set[str], path: str) -> None:
-    both = own & found
-    if 2 * len(both) < len(own):  # what little fits would start a model of almost random weights
-        raise BadOption("pretrained", f"must hold weights of this model ({len(both)} of {len(own)} tensors match by name and shape)", path)
-    left = sorted(own ^ found)
-    say(f"pretrained: {len(both)} of {len(own)} tensors from {path}" + (f"; not matched: {', '.join(left[:6])}" if left else ""))

@@ -7,8 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+import layers
 from layers import TokenMixer
-from utils import BadOption
+from models.registry import MODELS, ModelSpec, check_layers
+from models.weights import with_weights
+from utils import BadOption, parse_pattern
 
 
 class VisionTransformer(nn.Module):
@@ -101,3 +104,28 @@ def _initialize(module: nn.Module) -> None:
         nn.init.xavier_uniform_(module.weight)
         if module.bias is not None:
             nn.init.zeros_(module.bias)
+
+
+@MODELS.register("vit")
+def paper_vit(spec: ModelSpec) -> nn.Module:
+    """The ViT of the ConvNN paper: patch convolution + LayerNorm, class token, fixed sinusoidal positions, pre-norm blocks."""
+    image_size = spec.image_size
+    check_layers(spec)
+    calls = parse_pattern(spec.layer, spec.depth, "layer")
+    options = {**spec.layer_options, "dropout": spec.dropout, "attention_dropout": spec.attention_dropout}
+
+    def make_layer(block: int, grid: tuple[int, int], num_prefix_tokens: int) -> TokenMixer:
+        own = layers.pick_options(calls[block].name, options)
+        return layers.build(calls[block], dim=spec.dim, num_heads=spec.num_heads, grid=grid, num_prefix_tokens=num_prefix_tokens, **own)
+
+    model = VisionTransformer(
+        make_layer,
+        image_size=image_size,
+        channels=spec.shape[0],
+        patch_size=spec.patch_size,
+        depth=spec.depth,
+        dim=spec.dim,
+        d_mlp=spec.d_mlp,
+        dropout=spec.dropout,
+    )
+    return with_weights(model, spec.pretrained)

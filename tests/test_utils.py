@@ -14,7 +14,19 @@ import torch
 
 import progress
 import utils
-from utils import BadOption, Call, Registry, check_options, did_you_mean, fold_in, options_of, parse_call, parse_pattern, uniforms
+from utils import (
+    BadOption,
+    Call,
+    Registry,
+    check_options,
+    did_you_mean,
+    fold_in,
+    options_of,
+    parse_call,
+    parse_pattern,
+    shortened,
+    uniforms,
+)
 
 # ---------------------------------------------------------------- errors
 
@@ -38,6 +50,25 @@ def test_nearest_ignores_case_and_keeps_quiet_about_strangers():
     assert did_you_mean("attention", ["Attention", "Convolution"]) == " (did you mean 'Attention'?)"
     assert did_you_mean("zzz", ["Attention", "Convolution"]) == ""
     assert did_you_mean("x", []) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "most", "wanted"),
+    [
+        ("try again", 9, "try again"),
+        ("try  again\n later", 15, "try again later"),
+        ("try again later", 14, "try again..."),
+        ("try again later", 12, "try again..."),
+        ("try again later", 11, "try..."),
+        ("connection (refused) by the host", 15, "connection..."),
+        ("no, never", 8, "no..."),
+        ("/a/path/without/an/end", 10, "/a/path..."),
+        ("", 5, ""),
+    ],
+)
+def test_shortened_ends_after_a_word(text, most, wanted):
+    assert shortened(text, most) == wanted
+    assert len(shortened(ValueError(text), most)) <= most
 
 
 # ---------------------------------------------------------------- parts by name

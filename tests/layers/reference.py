@@ -107,5 +107,5 @@ def largest_allocation(run: Callable[[], object]) -> int:
 
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
     """The weights that both have; the target keeps what only it has."""
-    shared = target.state_dict().keys() & source.state_dict().keys()
-    target.load_state_dict({name: source.state_dict()[name] for name in shared}, strict=False)
+    common = target.state_dict().keys() & source.state_dict().keys()
+    target.load_state_dict({name: source.state_dict()[name] for name in common}, strict=False)

@@ -1,4 +1,4 @@
-"""The contract: projections, options, and what is built once."""
+"""The contract: projections, options, and what is cached."""
 
 import copy
 from typing import Any
@@ -76,7 +76,7 @@ def test_a_mask_from_outside_is_refused() -> None:
         layer(tokens(), is_causal=True)
 
 
-def test_what_depends_on_the_shape_is_built_once_a_shape() -> None:
+def test_what_depends_on_the_shape_is_made_once_a_shape() -> None:
     layer = build("SparseAttention")
     cpu = torch.device("cpu")
     assert layer.mask(11, cpu) is layer.mask(11, cpu)

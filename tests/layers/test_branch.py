@@ -10,7 +10,7 @@ from utils import BadOption
 
 
 @pytest.mark.parametrize("name", ["BranchConv(kernel_size=3", "BranchAttention("])
-def test_each_share_of_the_channels_goes_its_way(name: str) -> None:
+def test_each_part_of_the_channels_goes_its_way(name: str) -> None:
     layer = build(f"{name.rstrip('(')}{'(' if name.endswith('(') else ', '}K=5, branch_ratio=0.5)")
     assert (layer.near_dim, layer.rest_dim) == (11, 11)
     q, k, v = torch.randn(3, 2, 3, TOKENS, 22)

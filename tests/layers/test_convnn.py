@@ -165,7 +165,10 @@ def test_dropout_is_on_the_output_and_off_in_eval() -> None:
         ({"K": 0}, "K must be a whole number of at least 1, got 0"),
         ({"K": 38}, "K must be at most the number of candidate tokens (37), got 38"),
         ({"magnitude_type": "manhattan"}, "magnitude_type must be one of matmul, cosine, euclidean, got 'manhattan'"),
-        ({"convolution_type": "dense"}, "convolution_type must be one of depthwise, standard, depthwise-separable, got 'dense'"),
+        (
+            {"convolution_type": "dense"},
+            "convolution_type must be one of depthwise, standard, depthwise-separable (did you mean 'depthwise'?), got 'dense'",
+        ),
         ({"sampling_type": "spatial"}, "num_samples must be at least 1 with sampling_type spatial, got -1"),
         ({"sampling_type": "random"}, "num_samples must be at least 1 with sampling_type random, got -1"),
         ({"sampling_type": "random", "num_samples": 38}, "num_samples must be at most the number of tokens to choose from (37), got 38"),

@@ -66,10 +66,10 @@ def test_drawn_tokens() -> None:
 
 
 def test_the_fixed_draw_is_spread_like_a_random_one() -> None:
-    share = L.scrambled(10_007, CPU).double() / 2**32
-    assert abs(share.mean() - 0.5) < 0.01
-    assert abs(share.std() - 12**-0.5) < 0.01
-    assert abs(torch.corrcoef(torch.stack([share[1:], share[:-1]]))[0, 1]) < 0.03
+    place = L.scrambled(10_007, CPU).double() / 2**32
+    assert abs(place.mean() - 0.5) < 0.01
+    assert abs(place.std() - 12**-0.5) < 0.01
+    assert abs(torch.corrcoef(torch.stack([place[1:], place[:-1]]))[0, 1]) < 0.03
 
 
 def test_coordinates() -> None:

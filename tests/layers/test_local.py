@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from layers import LocalAttention
 from tests.layers.reference import DIM, assert_same, attention, mixed, tokens
@@ -55,6 +55,19 @@ def test_dropout_obeys_eval() -> None:
     assert not torch.equal(layer(tokens()), layer(tokens()))
     layer.eval()
     assert torch.equal(layer(tokens()), layer(tokens()))
+
+
+def test_dropout_that_comes_later_is_applied() -> None:
+    """A swap puts a model's dropout into a layer that was made without: each weight is dropped, or counts 1 / (1 - p) of itself."""
+    layer = LocalAttention(DIM, 3, window=37)
+    layer.attn_drop = nn.Dropout(0.3)
+    q, k = torch.zeros(2, 2, 3, 37, 22)
+    one_hot = torch.eye(37)[:, :22].expand(2, 3, 37, 22)  # so the output is the weights of 22 tokens
+    weight = layer.mix(q, k, one_hot)
+    kept = weight > 0
+    assert_same(weight[kept], torch.full_like(weight[kept], 1 / 37 / 0.7), 1e-6)
+    assert abs(kept.float().mean() - 0.7) < 0.03  # of 4884 weights, +- 0.0066
+    assert_same(layer.eval().mix(q, k, one_hot), torch.full((2, 3, 37, 22), 1 / 37), 1e-6)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def test_every_other_token_is_drawn_as_often() -> None:
         drawn.scatter_add_(2, index, torch.ones_like(index, dtype=torch.float))
     best = layer.neighbors(q, k)[0][0, ..., :5]
     assert (drawn.gather(2, best) == 0).all()
-    others = drawn[drawn > 0] / 400  # each of 32 others in a share of 8 / 32 of the draws, +- 0.022
+    others = drawn[drawn > 0] / 400  # each of 32 others in 8 / 32 of the draws, +- 0.022
     assert len(others) == 3 * TOKENS * 32
     assert abs(others.mean() - 0.25) < 1e-6
     assert others.std() < 0.03

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ from torch import Tensor, nn
 
 import layers
 from models import ModelSpec, build
-from models.backbones import default_size, load_matching, normalization
+from models.backbones import default_size, normalization
+from models.weights import load_matching
 from utils import BadOption
 
 VIT = "vit_tiny_patch16_224"
@@ -164,8 +167,15 @@ def test_weights_of_another_model_are_refused(tmp_path):
         with pytest.raises(BadOption, match=r"^pretrained must hold weights of this model \(0 of \d+ tensors match by name and shape\)"):
             build(ModelSpec(name=name, shape=(3, 32, 32), num_classes=7, pretrained=str(file)))
     save_file({"head.weight": torch.zeros(7, 5), "head.bias": torch.zeros(7)}, str(file))  # the right name, another width
-    with pytest.raises(BadOption, match=rf"^pretrained must be weights of timm/{VIT} that can be read"):
+    with pytest.raises(BadOption, match=rf"^pretrained must be weights of timm/{VIT} that can be read") as error:
         build(spec(pretrained=str(file)))
+    assert str(error.value).endswith('"cls_token", "pos_embed", "patch_embed.proj.weight"...)')  # cut after a word
+
+
+def test_timm_is_loaded_for_timm_models_only():
+    """Loading it takes longer than loading all of the toolkit."""
+    code = "import sys, models; assert 'timm' not in sys.modules; import models.backbones; assert 'timm' in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_weights_that_fit_in_part_say_so(weights, tmp_path, capsys):

@@ -168,7 +168,7 @@ def test_dropout_is_the_models():
     assert not torch.equal(model(images), model(images))
 
 
-def test_heads_of_another_size_than_their_share():
+def test_heads_of_another_size_than_the_width_gives():
     model = vit(depth=1)
     model.blocks[0].attn = TimmAttention(33, 3, attn_head_dim=13, qkv_bias=True).eval()
     images = torch.randn(2, 3, 48, 80)

@@ -1,4 +1,4 @@
-"""What a layer reads, against the definitions, and against what its `mix` really does."""
+"""The attention map of a layer, against the definitions, and against what its `mix` really does."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import layers
+from layers.attention_map import Note, noted
 from layers.base import TokenMixer
-from layers.reading import Note, noted
 from tests.layers.reference import SPECS, TOKENS, assert_same, build, similarity
 
 # Layers that mix all channels by the weights that they read with: their output is the weights times the values.
@@ -30,7 +30,7 @@ def test_against_loops(heads: int, K: int | None, layer: str) -> None:
     """Row by row: the K most similar, softmax over them; without K, all of them (Attention)."""
     q, k, _ = queries(heads)
     options: dict[str, Any] = {} if K is None else {"K": K}
-    weight = layers.build("Attention" if K is None else layer, dim=5 * heads, num_heads=heads, **options).eval().reads(q, k)
+    weight = layers.build("Attention" if K is None else layer, dim=5 * heads, num_heads=heads, **options).eval().attention_map(q, k)
     wanted = torch.zeros(2, heads, 13, 13)
     for b in range(2):
         for h in range(heads):
@@ -45,7 +45,7 @@ def test_against_loops(heads: int, K: int | None, layer: str) -> None:
 def test_weights_times_values_is_the_output(spec: str) -> None:
     layer = build(spec).eval()
     q, k, v = queries(3, TOKENS, layer.head_dim)
-    weight = layer.reads(q, k)
+    weight = layer.attention_map(q, k)
     assert weight.shape == (2, 3, TOKENS, TOKENS)
     assert_same(weight @ v, layer.mix(q, k, v), 1e-4)
 
@@ -55,8 +55,8 @@ def test_nothing_is_read_without_a_weight(spec: str) -> None:
     """Changing a value changes only the rows that give it a weight; those rows it changes."""
     layer = build(spec).eval()
     q, k, v = queries(3, TOKENS, layer.head_dim, batch=1)
-    weight, before = layer.reads(q, k), layer.mix(q, k, v)
-    near = getattr(layer, "near_dim", layer.head_dim)  # of a branch, the share that selects
+    weight, before = layer.attention_map(q, k), layer.mix(q, k, v)
+    near = getattr(layer, "near_dim", layer.head_dim)  # of a branch, the channels that select
     for token in (0, 3, 17, TOKENS - 1):
         other = v.clone()
         other[:, :, token] += 1
@@ -66,8 +66,8 @@ def test_nothing_is_read_without_a_weight(spec: str) -> None:
 
 def test_a_branch_without_neighbors_is_its_other_half() -> None:
     q, k, _ = queries(3, TOKENS, 22)
-    assert_same(build("BranchAttention(K=5, branch_ratio=0)").eval().reads(q, k), build("Attention").reads(q, k))
-    weight = build("BranchConv(K=5, branch_ratio=0, kernel_size=3)").eval().reads(q, k)[0, 0]
+    assert_same(build("BranchAttention(K=5, branch_ratio=0)").eval().attention_map(q, k), build("Attention").attention_map(q, k))
+    weight = build("BranchConv(K=5, branch_ratio=0, kernel_size=3)").eval().attention_map(q, k)[0, 0]
     place = torch.arange(TOKENS)
     assert torch.equal(weight > 1e-6, (place[:, None] - place).abs() <= 1)
 
@@ -83,7 +83,7 @@ class Shifted(TokenMixer):
 
 def test_a_layer_that_mixes_channels_differently_and_says_nothing() -> None:
     q, k, _ = queries(2, 13, 6)
-    weight = Shifted(12, 2).reads(q, k)
+    weight = Shifted(12, 2).attention_map(q, k)
     assert_same(weight, 0.75 * torch.eye(13).roll(1, 0).expand(2, 2, 13, 13))
 
 
@@ -100,7 +100,7 @@ class Window(TokenMixer):
 def test_a_plugin_needs_nothing_more(n: int, width: int) -> None:
     q, k, v = queries(3, n, width)
     layer = Window(3 * width, 3)
-    weight = layer.reads(q, k)
+    weight = layer.attention_map(q, k)
     assert_same(weight.sum(-1), torch.ones(2, 3, n))
     assert_same(weight @ v, layer.mix(q, k, v))
 

@@ -1,4 +1,4 @@
-"""What a layer reads, found out from its `mix`: no layer has to say it."""
+"""The attention map of any layer, found out from its `mix`: no layer has to say it."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def noted(module: nn.Module, method: str, notes: list[Note]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def reads(layer: Any, q: Tensor, k: Tensor) -> Tensor:
+def attention_map(layer: Any, q: Tensor, k: Tensor) -> Tensor:
     """How much each token (row) reads of each other (column): (B, H, N, N). Zero means: not at all.
 
     A layer whose `mix` calls its own `neighbors(q, k) -> index, weight` is taken at its word: those weights, before a
-    convolution over the ranks. Any other layer is asked, through values that are a one at a single token.
+    convolution over the ranks. For any other layer the weights follow from what it makes of values that are a one at a single token.
     """
     if hasattr(layer, "neighbors"):
         notes: list[Note] = []
@@ -47,7 +47,7 @@ def reads(layer: Any, q: Tensor, k: Tensor) -> Tensor:
             layer.mix(q, k, torch.zeros_like(k))
         if notes:
             return torch.stack([_dense(index, weight, q.shape[2]) for _, _, (index, weight) in notes]).sum(0)
-    return by_asking(layer.mix, q, k)
+    return from_one_hot_values(layer.mix, q, k)
 
 
 def _dense(index: Tensor, weight: Tensor, tokens: int) -> Tensor:
@@ -55,22 +55,22 @@ def _dense(index: Tensor, weight: Tensor, tokens: int) -> Tensor:
     return weight.new_zeros(*index.shape[:3], tokens).scatter_add(-1, index, weight)
 
 
-def by_asking(mix: Mix, q: Tensor, k: Tensor) -> Tensor:
+def from_one_hot_values(mix: Mix, q: Tensor, k: Tensor) -> Tensor:
     """The weights of a `mix` that is linear in its values, from what it makes of one-hot ones: (B, H, N, N).
 
-    Where channels are mixed differently, or with each other, the mean size of the answer over the channels.
+    Where channels are mixed differently, or with each other, the mean size of the response over the channels.
     """
     n, width = k.shape[2:]
     nothing = mix(q, k, torch.zeros_like(k))
 
-    def answer(values: Tensor) -> Tensor:
+    def response(values: Tensor) -> Tensor:
         return mix(q, k, values.expand_as(k).contiguous()) - nothing
 
     one_hot = torch.eye(n, dtype=k.dtype, device=k.device)
     # One token a channel: exact, and N / width calls, if each channel is mixed alike and alone. Other values tell whether it is.
-    parts = [answer(F.pad(columns, (0, width - columns.shape[1])))[..., : columns.shape[1]] for columns in one_hot.split(width, 1)]
+    parts = [response(F.pad(columns, (0, width - columns.shape[1])))[..., : columns.shape[1]] for columns in one_hot.split(width, 1)]
     weight = torch.cat(parts, -1)
     control = torch.linspace(1, 2, n, dtype=k.dtype, device=k.device)[:, None]  # (N, 1)
-    if torch.allclose((weight @ control).expand_as(k), answer(control), rtol=1e-3, atol=1e-4):
+    if torch.allclose((weight @ control).expand_as(k), response(control), rtol=1e-3, atol=1e-4):
         return weight
-    return torch.cat([answer(column).abs().mean(-1, keepdim=True) for column in one_hot.split(1, 1)], -1)
+    return torch.cat([response(column).abs().mean(-1, keepdim=True) for column in one_hot.split(1, 1)], -1)

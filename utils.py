@@ -16,6 +16,7 @@ import random
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 
-# ---------------------------------------------------------------- errors
+# ---------------------------------------------------------------- errors and messages
 
 
 class BadOption(ValueError):
@@ -50,6 +51,14 @@ class Halt(RuntimeError):
         self.exit_code = exit_code
 
 
+class Diverged(Halt):
+    """The loss or the gradient is not finite, and the optimizer has not stepped on it; or the model's outputs are NaN."""
+
+
+class Stopped(Halt):
+    """A run that ended before its last epoch, on a signal or on request; saved, to be resumed."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """' (did you mean X?)' for a name that is nearly one of `known`, else ''."""
     folded = {k.lower(): k for k in known}
@@ -65,6 +74,11 @@ def shortened(text: object, most: int) -> str:
     room = words[: most - 2]  # one character more than there is room for: a space there ends a word that just fits
     kept = room.rpartition(" ")[0] or room[:-1]  # one endless word is cut where it must be
     return kept.rstrip(" ,;:.(") + "..."
+
+
+def say(message: str) -> None:
+    """What was chosen, and why: one line on standard error."""
+    print(message, file=sys.stderr, flush=True)
 
 
 # ---------------------------------------------------------------- checks of values
@@ -133,17 +147,23 @@ def parse_call(text: str, flag: str) -> Call:
     return Call(name.strip(), options)
 
 
-def parse_pattern(text: str, depth: int, flag: str) -> list[Call]:
-    """A pattern over depth: "A*6,B(K=9)*6" for 12 blocks. A pattern shorter than the depth repeats if it fits."""
-    calls: list[Call] = []
+def parse_parts(text: str, flag: str) -> list[tuple[Call, int]]:
+    """The calls of a pattern and how often each stands there: "A*6,B(K=9)*6"."""
+    parts: list[tuple[Call, int]] = []
     for part in _split_outside_brackets(text):
         call, star, count = part.rpartition("*") if ")" not in part.rpartition("*")[2] else ("", "", part)
-        times = 1
-        if star:
-            if not count.strip().isdecimal() or not 1 <= int(count) <= depth:
-                raise BadOption(flag, f"must read Name*COUNT, with a count from 1 to the number of blocks ({depth})", part)
-            times = int(count)
-        calls += [parse_call(call if star else part, flag)] * times
+        if star and (not count.strip().isdecimal() or not 1 <= len(count.strip()) <= 9 or int(count) < 1):
+            raise BadOption(flag, "must read Name*COUNT, with a count of at least 1", part)
+        parts.append((parse_call(call if star else part, flag), int(count) if star else 1))
+    return parts
+
+
+def parse_pattern(text: str, depth: int, flag: str) -> list[Call]:
+    """A pattern over depth: "A*6,B(K=9)*6" for 12 blocks. A pattern shorter than the depth repeats if it fits."""
+    parts = parse_parts(text, flag)
+    if too_many := [f"{call}*{count}" for call, count in parts if count > depth]:
+        raise BadOption(flag, f"must read Name*COUNT, with a count from 1 to the number of blocks ({depth})", too_many[0])
+    calls = [call for call, count in parts for _ in range(count)]
     if not calls or depth % len(calls):
         raise BadOption(flag, f"must name as many layers as there are blocks ({depth}) or a divisor of it ({len(calls)} named)", text)
     return calls * (depth // len(calls))
@@ -289,36 +309,3 @@ def keep_memory() -> None:
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-
-
-# ---------------------------------------------------------------- where and with what a run was made
-
-
-def versions() -> dict[str, str]:
-    from importlib import metadata
-
-    found = {"python": platform.python_version()}
-    for package in ("torch", "torchvision", "timm", "numpy", "faiss-cpu", "natten"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def git_state() -> dict[str, Any] | None:
-    """Commit of the toolkit's own code and whether it was changed since; None outside a git checkout."""
-
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parent), *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-
-    try:
-        return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain"))}
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def say(message: str) -> None:
-    """What was chosen, and why: one line on standard error."""
-    print(message, file=sys.stderr, flush=True)

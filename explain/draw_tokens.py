@@ -46,7 +46,7 @@ def draw_tokens(
 
     figure.text(LEFT / wide, 1 - 0.22 / high, title, fontsize=10, weight="bold", va="center")
     drawn = np.concatenate([_shown(depths[c], heads, q, grid) for c in columns for q in queries])
-    norm = PowerNorm(0.5, 0, max(float(drawn.max(initial=0)), 1e-6))  # by the root: small shares are seen, too
+    norm = PowerNorm(0.5, 0, max(float(drawn.max(initial=0)), 1e-6))  # by the root: small weights are seen, too
     # Pale, so that a color means the same on black and on white.
     gray = 0.62 + 0.38 * np.repeat(pixels @ np.array([0.299, 0.587, 0.114])[:, None], 3, -1)
     for i, column in enumerate(columns):
@@ -81,7 +81,7 @@ def _across(heads: int, columns: int, rows: int) -> int:
 
 def _shown(d: Depth, heads: Sequence[int], query: tuple[int, int], grid: Grid) -> np.ndarray:
     row = query[0] * grid.width + query[1]
-    return np.concatenate([d.share[h, row, d.index[h, row][d.kept[h, row]]].numpy() for h in heads])
+    return np.concatenate([d.weight[h, row, d.index[h, row][d.kept[h, row]]].numpy() for h in heads])
 
 
 def _image(axes: Any, pixels: np.ndarray, grid: Grid, query: tuple[int, int]) -> None:
@@ -92,17 +92,17 @@ def _image(axes: Any, pixels: np.ndarray, grid: Grid, query: tuple[int, int]) ->
 
 
 def _small(axes: Any, gray: np.ndarray, d: Depth, head: int, query: tuple[int, int], grid: Grid, norm: PowerNorm) -> None:
-    """One head: the selected patches colored by their share, with the percent where there is room for it."""
+    """One head: the selected patches colored by their weight, with the percent where there is room for it."""
     row = query[0] * grid.width + query[1]
     picked = d.index[head, row][d.kept[head, row]].numpy()
-    share = d.share[head, row].numpy()[picked]
+    weight = d.weight[head, row].numpy()[picked]
     _image(axes, gray, grid, query)
-    for patch, part, color in zip(picked, share, ScalarMappable(norm, COLORS).to_rgba(share, alpha=0.8), strict=True):
+    for patch, one, color in zip(picked, weight, ScalarMappable(norm, COLORS).to_rgba(weight, alpha=0.8), strict=True):
         y, x = divmod(int(patch), grid.width)
         axes.add_patch(Rectangle((x, y), 1, 1, facecolor=color, edgecolor="white", linewidth=0.5, zorder=1))
         if grid.width <= 4:
-            axes.text(x + 0.5, y + 0.5, f"{100 * part:.0f}", fontsize=6, ha="center", va="center")
-    axes.set_xlabel(f"head {head}: {share.sum():.0%}", fontsize=6.5, labelpad=1.5)
+            axes.text(x + 0.5, y + 0.5, f"{100 * one:.0f}", fontsize=6, ha="center", va="center")
+    axes.set_xlabel(f"head {head}: {weight.sum():.0%}", fontsize=6.5, labelpad=1.5)
     for spine in axes.spines.values():
         spine.set(linewidth=0.4, color="0.5")
 
@@ -114,9 +114,9 @@ def _legend(figure: Figure, axes: Any, norm: PowerNorm, high: float, depths: Seq
     bar.ax.xaxis.set_major_formatter(PercentFormatter(1))
     bar.ax.minorticks_off()
     bar.ax.tick_params(labelsize=7)
-    bar.set_label("share of the query's weight", fontsize=7)
+    bar.set_label("attention weight", fontsize=7)
     rest = [] if not grid.prefix else ["the class token"] if grid.prefix == 1 else [f"the {grid.prefix} class and register tokens"]
     rest += ["patches not shown"] if any(depths[c].cut for c in columns) else []
-    lines = ["blue frame: the patch that reads", "colored: the patches that it reads, by their share of its weight"]
+    lines = ["blue frame: the patch that reads", "colored: the patches that it reads, by attention weight"]
     lines += ["percent: on the colored patches together" + (f"; the rest is on {' and '.join(rest)}" if rest else "")]
     figure.text((left + 2.4) / figure.get_size_inches()[0], 0.4 / high, "\n".join(lines), fontsize=7.5, va="center")

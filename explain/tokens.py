@@ -54,7 +54,7 @@ def tokens(options: dict[str, Any]) -> None:
 
 
 def parse_queries(text: str, grid: Grid) -> list[tuple[int, int]]:
-    """"r,c;r,c" as places on the grid."""
+    """ "r,c;r,c" as places on the grid."""
     queries = []
     try:
         for place in text.strip().removesuffix(";").split(";"):
@@ -180,7 +180,7 @@ def _record(
     def selected(d: Depth, head: int, query: tuple[int, int]) -> list[dict[str, Any]]:
         row = query[0] * grid.width + query[1]
         kept = [int(p) for p, keep in zip(d.index[head, row], d.kept[head, row], strict=True) if keep]
-        return [{"patch": list(divmod(p, grid.width)), "share": round(float(d.share[head, row, p]), 6)} for p in kept]
+        return [{"patch": list(divmod(p, grid.width)), "weight": round(float(d.weight[head, row, p]), 6)} for p in kept]
 
     def numbers(locality: Locality, i: int) -> dict[str, Any]:
         agreement = {"agreement": locality.agreement(i), "by_chance": locality.chance(i)} if i else {}

@@ -72,7 +72,7 @@ def features(again: Rebuilt, part: str) -> Tensor:
 
 
 @torch.no_grad()
-def brute_force(voter: NeighborVoter, again: Rebuilt, embed: Any, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def brute_force(predictor: NeighborVoter, again: Rebuilt, embed: Any, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Rows, labels, squared distances in float64, weights and vote of the k nearest training rows of each test row."""
     train, test = embed(features(again, "train")), embed(features(again, "test"))
     distance = (test.double()[:, None] - train.double()[None]).square().sum(2)  # (test, train)
@@ -80,7 +80,7 @@ def brute_force(voter: NeighborVoter, again: Rebuilt, embed: Any, k: int) -> tup
     near, index = near[:, :k], index[:, :k]
     label = torch.from_numpy(again.data.train.y)[index]
     mask = torch.ones_like(label, dtype=torch.bool)
-    weight = voter.weigh(test, train[index], near.float(), label, mask)
+    weight = predictor.weigh(test, train[index], near.float(), label, mask)
     vote = torch.stack([(weight * (label == c)).sum(1) for c in range(again.data.num_classes)], 1)
     return index, label, near, weight, vote
 
@@ -94,8 +94,8 @@ def class_cosines(again: Rebuilt) -> Tensor:
     return torch.nn.functional.cosine_similarity(test[:, None], means[None], dim=2)
 
 
-def sharpened(voter: NeighborVoter, vote: Tensor) -> Tensor:
-    power = vote.clamp_min(1e-20) ** voter.log_sharpness.exp()
+def sharpened(predictor: NeighborVoter, vote: Tensor) -> Tensor:
+    power = vote.clamp_min(1e-20) ** predictor.log_sharpness.exp()
     return power / power.sum(1, keepdim=True)
 
 
@@ -140,14 +140,14 @@ def test_attention(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     record = explained(runs / "attn", "--image", "13", "--mistakes", "3", "--K", "4", name="13")
     text = capsys.readouterr().out
-    voter: Any = judge.panel.calibrated["attention"].eval()
-    found = brute_force(voter, again, again.model.head.embed, 7)
+    predictor: Any = judge.panel.calibrated["attention"].eval()
+    found = brute_force(predictor, again, again.model.head.embed, 7)
     check_neighbors(record["query"], 13, again, found)
     for case in record["mistakes"]:
         check_neighbors(case, case["row"], again, found)
     with torch.no_grad():
-        prior = voter.prior(sharpened(voter, found[4]), found[2].float(), means=class_cosines(again))
-        probs = (prior.log() / voter.log_temperature.exp()).softmax(1)
+        prior = predictor.prior(sharpened(predictor, found[4]), found[2].float(), means=class_cosines(again))
+        probs = (prior.log() / predictor.log_temperature.exp()).softmax(1)
     check_mistakes(record, again, probs, 3)
     assert (record["k"], record["shown"], record["calibrated"], record["bank"]) == (7, 4, True, len(again.data.train))
     assert "calibrated on the validation rows" in text
@@ -185,8 +185,8 @@ def test_a_plain_head_beside_the_votes_over_its_features(runs: Path) -> None:
     """As trained: the model's own output, and neighbors among normalized features."""
     again, judge = known(runs / "linear")
     record = explained(runs / "linear", "--image", "2", name="2")
-    voter: Any = judge.panel.raw["attention"].eval()
-    found = brute_force(voter, again, lambda rows: torch.nn.functional.normalize(rows, dim=1), 16)
+    predictor: Any = judge.panel.raw["attention"].eval()
+    found = brute_force(predictor, again, lambda rows: torch.nn.functional.normalize(rows, dim=1), 16)
     check_neighbors(record["query"], 2, again, found)
     with torch.no_grad():
         probs = again.model.head(features(again, "test")).softmax(1)
@@ -248,13 +248,13 @@ def test_missing_neighbors_are_left_out(runs: Path) -> None:
     """A bank may know fewer rows than were asked for: such places weigh nothing and are not listed."""
     _, judge = known(runs / "attn")
     predictors = Predictors(judge)
-    asked = judge.ask(judge.sets.test)
-    asked.index[:, 4:] = -1
-    (case,) = predictors.cases(asked.subset(torch.tensor([3])), ["three"], [3], [1], 8)
+    retrieved = judge.ask(judge.sets.test)
+    retrieved.index[:, 4:] = -1
+    (case,) = predictors.cases(retrieved.subset(torch.tensor([3])), ["three"], [3], [1], 8)
     assert len(case.neighbors) == 4
     assert sum(n.weight for n in case.neighbors) == pytest.approx(1)
-    assert isinstance(asked.at(slice(0, 1)), Query)
-    assert predictors.tally(asked, judge.sets.test.target, judge.sets.test.target)["neighbors"].tolist() == [4] * len(asked)
+    assert isinstance(retrieved.at(slice(0, 1)), Query)
+    assert predictors.tally(retrieved, judge.sets.test.target, judge.sets.test.target)["neighbors"].tolist() == [4] * len(retrieved)
 
 
 # ---------------------------------------------------------------- the command

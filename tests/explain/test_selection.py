@@ -95,7 +95,7 @@ def test_a_layer_that_reads_everything_is_cut() -> None:
 def test_raw_weights_count_by_their_size() -> None:
     d = depth([[-3.0, 1, 0]] * 3, Grid(1, 3))
     assert d.index[0, 0].tolist() == [0, 1]
-    assert d.share[0, 0].tolist() == [0.75, 0.25, 0]
+    assert d.weight[0, 0].tolist() == [0.75, 0.25, 0]
 
 
 def test_queries_are_where_something_is_and_spread_out() -> None:

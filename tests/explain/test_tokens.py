@@ -57,8 +57,8 @@ def test_the_command(layer: str, shown: int, capsys: pytest.CaptureFixture[str])
         assert [q["patch"] for q in d["queries"]] == [[0, 0], [3, 2]]
         for head in d["queries"][0]["heads"]:
             assert 0 < len(head) <= shown
-            assert sum(s["share"] for s in head) <= 1 + 1e-4
-            assert [s["share"] for s in head] == sorted((s["share"] for s in head), reverse=True)
+            assert sum(s["weight"] for s in head) <= 1 + 1e-4
+            assert [s["weight"] for s in head] == sorted((s["weight"] for s in head), reverse=True)
     assert 0 <= record["depths"][1]["mean"]["agreement"] <= 1
     assert "agreement" not in record["depths"][0]["mean"]
     text = capsys.readouterr().out

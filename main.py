@@ -78,7 +78,7 @@ def list_(
     """What there is: layers, models, heads and data sets, with options, parameters and measured cost."""
     sizes = dict(d_hidden=d_hidden, num_heads=num_heads, image_size=image_size, patch_size=patch_size, batch_size=batch_size)
     numbers = {name: parse_whole_number(name, text, 1) for name, text in sizes.items()}
-    from experiments.listing import show
+    from explain.listing import show
 
     show(what, filter, plugin, **numbers)
 
@@ -100,7 +100,7 @@ def probe(
     typed = dict(dataset=dataset, data_path=data_path, batch_size=batch_size, device=device, plugin=plugin, model=model)
     given = {name: flags.parse(name, value) for name, value in typed.items() if value is not None}
     flags.check(given, flags.Config)
-    from experiments.probing import run_probe
+    from explain.probe import run_probe
 
     run_probe(K, checkpoint, pretrained, mode, output_dir, given)
 
@@ -119,7 +119,7 @@ def explain(
     plugin: Plugin = None,
 ) -> None:
     """What a run's layers read (--what tokens), or how its neighbors vote (--what neighbors): a picture and a table."""
-    from experiments.explain import explain as show
+    from explain.command import explain as show
 
     shown = dict(image=image, queries=queries, K=K, head=head, mistakes=mistakes)
     given = dict(output_dir=output_dir, data_path=data_path, device=device, plugin=plugin)

@@ -1,4 +1,4 @@
-"""`main.py probe` and `main.py list`, as a user calls them."""
+"""`main.py probe`, as a user calls it."""
 
 from __future__ import annotations
 
@@ -67,23 +67,3 @@ def test_probe_of_a_model_without_attention(here: Path, capsys: pytest.CaptureFi
     capsys.readouterr()
     assert main(["probe", "--checkpoint", "run", "--K", "1"]) == 2
     assert "--checkpoint can't be probed" in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_list_names_every_part(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (here / "mine.py").write_text("from layers import LAYERS, Attention\n\n@LAYERS.register()\nclass Mine(Attention):\n    '''My own.'''\n")
-    words = ["--d_hidden", "12", "--image_size", "28", "--patch_size", "7", "--batch_size", "1", "--plugin", "mine.py"]
-    assert main(["list", *words, "--filter", "test_vit"]) == 0
-    out = capsys.readouterr().out
-    names = "Attention ConvNNAttention KvtAttention LocalAttention NeighborhoodAttention SparseAttention SampledKnnAttention BranchConv "
-    names += "BranchAttention Mine vit mlp linear digits cifar10 npz:FILE timm/test_vit"
-    for name in names.split():
-        assert f"  {name}: " in out, name
-    assert "Mine: My own." in out
-    assert "K=9" in out
-    assert "ms forward" in out
-
-
-def test_list_refuses(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list", "layer"]) == 2
-    line = "error: --what must be one of layers, models, heads, datasets, all (did you mean 'layers'?), got 'layer'"
-    assert capsys.readouterr().err.splitlines() == [line]

@@ -13,9 +13,11 @@ from PIL import Image
 from torch import Tensor
 
 from classifiers.voters import Mixture, NeighborVoter, Query
-from experiments import gallery
 from experiments.measuring import Judge
 from experiments.run import Rebuilt, judge_of, rebuild
+from explain.cases import Predictors, worth_a_bar
+from explain.neighbors import images_of, ranges, summary
+from explain.subject import pick_image
 from main import main
 
 SMALL = ["--num_layers", "1", "--num_heads", "3", "--d_hidden", "15", "--d_mlp", "7", "--num_epochs", "2", "--batch_size", "16"]
@@ -70,7 +72,7 @@ def features(again: Rebuilt, part: str) -> Tensor:
 
 
 @torch.no_grad()
-def brute_force(voter: NeighborVoter, again: Rebuilt, embed: Any, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def brute_force(predictor: NeighborVoter, again: Rebuilt, embed: Any, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Rows, labels, squared distances in float64, weights and vote of the k nearest training rows of each test row."""
     train, test = embed(features(again, "train")), embed(features(again, "test"))
     distance = (test.double()[:, None] - train.double()[None]).square().sum(2)  # (test, train)
@@ -78,7 +80,7 @@ def brute_force(voter: NeighborVoter, again: Rebuilt, embed: Any, k: int) -> tup
     near, index = near[:, :k], index[:, :k]
     label = torch.from_numpy(again.data.train.y)[index]
     mask = torch.ones_like(label, dtype=torch.bool)
-    weight = voter.weigh(test, train[index], near.float(), label, mask)
+    weight = predictor.weigh(test, train[index], near.float(), label, mask)
     vote = torch.stack([(weight * (label == c)).sum(1) for c in range(again.data.num_classes)], 1)
     return index, label, near, weight, vote
 
@@ -92,8 +94,8 @@ def class_cosines(again: Rebuilt) -> Tensor:
     return torch.nn.functional.cosine_similarity(test[:, None], means[None], dim=2)
 
 
-def sharpened(voter: NeighborVoter, vote: Tensor) -> Tensor:
-    power = vote.clamp_min(1e-20) ** voter.log_sharpness.exp()
+def sharpened(predictor: NeighborVoter, vote: Tensor) -> Tensor:
+    power = vote.clamp_min(1e-20) ** predictor.log_sharpness.exp()
     return power / power.sum(1, keepdim=True)
 
 
@@ -112,8 +114,8 @@ def check_neighbors(case: dict[str, Any], i: int, again: Rebuilt, found: tuple[T
     assert case["true"] == names[again.data.test.y[i]]
     own = next(name for name in case["votes"] if name not in ("uniform", "linear", "prediction"))
     assert case["votes"][own] == pytest.approx(vote.tolist(), abs=1e-5)
-    share = [float((label == c).double().mean()) for c in range(len(names))]
-    assert case["votes"]["uniform"] == pytest.approx(share, abs=1e-6)
+    fraction = [float((label == c).double().mean()) for c in range(len(names))]
+    assert case["votes"]["uniform"] == pytest.approx(fraction, abs=1e-6)
 
 
 def check_mistakes(record: dict[str, Any], again: Rebuilt, probs: Tensor, count: int) -> None:
@@ -138,14 +140,14 @@ def test_attention(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     record = explained(runs / "attn", "--image", "13", "--mistakes", "3", "--K", "4", name="13")
     text = capsys.readouterr().out
-    voter: Any = judge.panel.calibrated["attention"].eval()
-    found = brute_force(voter, again, again.model.head.embed, 7)
+    predictor: Any = judge.panel.calibrated["attention"].eval()
+    found = brute_force(predictor, again, again.model.head.embed, 7)
     check_neighbors(record["query"], 13, again, found)
     for case in record["mistakes"]:
         check_neighbors(case, case["row"], again, found)
     with torch.no_grad():
-        prior = voter.prior(sharpened(voter, found[4]), found[2].float(), means=class_cosines(again))
-        probs = (prior.log() / voter.log_temperature.exp()).softmax(1)
+        prior = predictor.prior(sharpened(predictor, found[4]), found[2].float(), means=class_cosines(again))
+        probs = (prior.log() / predictor.log_temperature.exp()).softmax(1)
     check_mistakes(record, again, probs, 3)
     assert (record["k"], record["shown"], record["calibrated"], record["bank"]) == (7, 4, True, len(again.data.train))
     assert "calibrated on the validation rows" in text
@@ -183,8 +185,8 @@ def test_a_plain_head_beside_the_votes_over_its_features(runs: Path) -> None:
     """As trained: the model's own output, and neighbors among normalized features."""
     again, judge = known(runs / "linear")
     record = explained(runs / "linear", "--image", "2", name="2")
-    voter: Any = judge.panel.raw["attention"].eval()
-    found = brute_force(voter, again, lambda rows: torch.nn.functional.normalize(rows, dim=1), 16)
+    predictor: Any = judge.panel.raw["attention"].eval()
+    found = brute_force(predictor, again, lambda rows: torch.nn.functional.normalize(rows, dim=1), 16)
     check_neighbors(record["query"], 2, again, found)
     with torch.no_grad():
         probs = again.model.head(features(again, "test")).softmax(1)
@@ -206,7 +208,7 @@ def test_summary_by_hand() -> None:
         "nearest": torch.tensor([1.0, 0, 0, 1]),
         "effective": torch.tensor([4.0, 3, 2, 1]),
     }
-    found = gallery.summary(tally, torch.tensor([True, True, False, False]), torch.tensor([0.9, 0.7, 0.6, 0.5]))
+    found = summary(tally, torch.tensor([True, True, False, False]), torch.tensor([0.9, 0.7, 0.6, 0.5]))
     assert found["accuracy"] == 0.5
     assert found["all"] == {"rows": 4, "neighbors_true": 0.5625, "weight_true": 0.55, "nearest_true": 0.5, "effective_neighbors": 2.5}
     assert found["wrong"] == {"rows": 2, "neighbors_true": 0.25, "weight_true": 0.2, "nearest_true": 0.5, "effective_neighbors": 1.5}
@@ -219,40 +221,40 @@ def test_summary_by_hand() -> None:
 
 @pytest.mark.parametrize("k", [1, 6, 7, 8, 9, 16, 101])
 def test_ranges_cover_every_number_once(k: int) -> None:
-    covered = [n for low, high in gallery.ranges(k) for n in range(low, high + 1)]
+    covered = [n for low, high in ranges(k) for n in range(low, high + 1)]
     assert covered == list(range(k + 1))
-    assert gallery.ranges(k)[-1] == (k, k)
+    assert ranges(k)[-1] == (k, k)
 
 
 def test_classes_worth_a_bar() -> None:
     """The true one last of all, the predicted one, and the one that another vote wants; 12 bars in all."""
     votes = torch.zeros(3, 9)
     votes[0, 7], votes[2, 4], votes[2, 1], votes[2, 2] = 1, 0.5, 0.3, 0.2
-    assert gallery.worth_a_bar(votes, 8) == [4, 1, 7, 8]
-    assert gallery.worth_a_bar(votes, None) == [4, 1, 2, 7]
-    assert gallery.worth_a_bar(votes[:, :3], 0) == [1, 2, 0]
+    assert worth_a_bar(votes, 8) == [4, 1, 7, 8]
+    assert worth_a_bar(votes, None) == [4, 1, 2, 7]
+    assert worth_a_bar(votes[:, :3], 0) == [1, 2, 0]
 
 
 def test_the_classes_of_neighbors_have_a_bar() -> None:
     """All of the heaviest neighbors' classes, up to 8; then what is likely."""
     votes = torch.zeros(3, 12)
     votes[2, 4], votes[2, 1], votes[2, 2] = 0.5, 0.3, 0.2
-    assert gallery.worth_a_bar(votes, None, [9, 9, 8]) == [4, 1, 8, 9]
-    assert gallery.worth_a_bar(votes, 3, [9, 8, 7, 6]) == [4, 3, 6, 7, 8, 9]
-    assert gallery.worth_a_bar(votes, 3, [11, 10, 9, 8, 7, 6, 5, 0]) == [4, 3, 6, 7, 8, 9, 10, 11]
+    assert worth_a_bar(votes, None, [9, 9, 8]) == [4, 1, 8, 9]
+    assert worth_a_bar(votes, 3, [9, 8, 7, 6]) == [4, 3, 6, 7, 8, 9]
+    assert worth_a_bar(votes, 3, [11, 10, 9, 8, 7, 6, 5, 0]) == [4, 3, 6, 7, 8, 9, 10, 11]
 
 
 def test_missing_neighbors_are_left_out(runs: Path) -> None:
     """A bank may know fewer rows than were asked for: such places weigh nothing and are not listed."""
     _, judge = known(runs / "attn")
-    voters = gallery.Voters(judge)
-    asked = judge.ask(judge.sets.test)
-    asked.index[:, 4:] = -1
-    (case,) = voters.cases(asked.subset(torch.tensor([3])), ["three"], [3], [1])
+    predictors = Predictors(judge)
+    retrieved = judge.ask(judge.sets.test)
+    retrieved.index[:, 4:] = -1
+    (case,) = predictors.cases(retrieved.subset(torch.tensor([3])), ["three"], [3], [1], 8)
     assert len(case.neighbors) == 4
     assert sum(n.weight for n in case.neighbors) == pytest.approx(1)
-    assert isinstance(asked.at(slice(0, 1)), Query)
-    assert voters.tally(asked, judge.sets.test.target, judge.sets.test.target)["neighbors"].tolist() == [4] * len(asked)
+    assert isinstance(retrieved.at(slice(0, 1)), Query)
+    assert predictors.tally(retrieved, judge.sets.test.target, judge.sets.test.target)["neighbors"].tolist() == [4] * len(retrieved)
 
 
 # ---------------------------------------------------------------- the command
@@ -274,9 +276,9 @@ def test_an_image_of_ones_own(runs: Path, here: Path, capsys: pytest.CaptureFixt
 
 def test_pictures_are_of_the_training_rows(runs: Path) -> None:
     again, judge = known(runs / "attn")
-    voters = gallery.Voters(judge)
-    (case,) = voters.cases(judge.ask(judge.sets.test).subset(torch.tensor([3])), ["three"], [3], [1])
-    query, *near = gallery.images_of(again, case, gallery.pick_image(again, "0"), 5)
+    predictors = Predictors(judge)
+    (case,) = predictors.cases(judge.ask(judge.sets.test).subset(torch.tensor([3])), ["three"], [3], [1], 8)
+    query, *near = images_of(again, case, pick_image(again, "0"), 5)
     assert len(near) == 5
     for pixels, x in zip([query, *near], [again.data.test.x[3], *(again.data.train.x[n.row] for n in case.neighbors)], strict=False):
         assert np.abs(pixels - x.transpose(1, 2, 0) / 255).max() < 1e-6
@@ -299,8 +301,8 @@ def test_refusals(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("attn", "--queries 0,0", "--queries goes with --what tokens, got '0,0'"),
         ("attn", "--head 1", "--head goes with --what tokens, got '1'"),
         ("attn", "--what tokens --mistakes 2", "--mistakes goes with --what neighbors, got '2'"),
-        ("attn", "--K 0", "--K must be a whole number from 1 to 100 with --what neighbors, got '0'"),
-        ("attn", "--mistakes some", "--mistakes must be a whole number from 0 to 50 with --what neighbors, got 'some'"),
+        ("attn", "--K 0", "--K must be a whole number from 1 to 100, got '0'"),
+        ("attn", "--mistakes some", "--mistakes must be a whole number from 0 to 50, got 'some'"),
         ("attn", "--image 29", "--image must be a row of the test split (0 to 28) or an image file, got '29'"),
         ("without", "", "--checkpoint must hold a bank: of a head that looks at neighbors, or of a finished run whose votes were compared"),
         ("table", "--image own.png", "--image must be a row of the test split (0 to 29): this run reads the rows of a table"),

@@ -8,15 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from config import Config
-from experiments.building import batches, build, choose_device, complete, load_data, with_published_normalization
+import checkpoint as checkpoints
 from experiments.folder import check_writable
-from experiments.plugin import load_plugin
-from experiments.run import Rebuilt, rebuild
-from inputs import store
-from inputs.batches import Batches
+from experiments.run import rebuild
+from explain.subject import make_folder, read_published, rows_of, run_folder
 from models.probe import Count, KRow, accuracy_by_k
-from utils import BadOption, say
+from utils import BadOption, parse_whole_number, say
 
 
 def run_probe(ks: str, checkpoint: str | None, pretrained: str, mode: str, output_dir: str | None, given: Mapping[str, Any]) -> list[KRow]:
@@ -26,47 +23,29 @@ def run_probe(ks: str, checkpoint: str | None, pretrained: str, mode: str, outpu
         raise BadOption("model", "is the checkpoint's own when --checkpoint is given", given["model"])
     if not checkpoint and not str(given.get("model", "")).startswith("timm/"):
         raise BadOption("checkpoint", "or --model timm/NAME must say what to probe")
-    folder = Path(output_dir or (checkpoint if checkpoint else f"runs/{time.strftime('%Y%m%d-%H%M%S')}-probe"))
-    check_writable(folder if not folder.is_file() else folder.parent)
-    probed = rebuild(checkpoint, given) if checkpoint else published(given, pretrained)
-    test = batches(probed.config, probed.data, "test", probed.device)
-    assert test is not None
+    folder = Path(output_dir or (run_folder(checkpoint) if checkpoint else f"runs/{time.strftime('%Y%m%d-%H%M%S')}-probe"))
+    check_writable(folder)
+    probed = rebuild(checkpoint, given) if checkpoint else read_published(given, pretrained)
+    batches = ((batch.x, batch.target) for batch in rows_of(probed, "test").epoch())
     try:
-        rows = accuracy_by_k(probed.model, pairs(test), counts, mode, probed.device)
+        rows = accuracy_by_k(probed.model, batches, counts, mode, probed.device)
     except RuntimeError as error:  # the probe saw no attention that it could cut
         raise BadOption("checkpoint" if checkpoint else "model", f"can't be probed ({error})") from None
     text = table(rows, mode)
     print(text)
-    folder.mkdir(parents=True, exist_ok=True)
-    store.write_json(folder / "probe.json", [dataclasses.asdict(row) for row in rows])
+    make_folder(folder)
+    checkpoints.write_json(folder / "probe.json", [dataclasses.asdict(row) for row in rows])
     draw(rows, folder / "probe.png")
     say(f"written to {folder / 'probe.json'} and {folder / 'probe.png'}")
     return rows
 
 
 def parse_counts(text: str) -> list[Count]:
-    counts: list[Count] = []
-    for word in (w.strip() for w in text.split(",")):
-        if word != "all" and not (word.isdigit() and int(word) > 0):
-            raise BadOption("K", "must list whole numbers of at least 1, and 'all'", text)
-        counts.append("all" if word == "all" else int(word))
-    return counts
-
-
-def published(given: Mapping[str, Any], pretrained: str) -> Rebuilt:
-    """A timm model with its trained classifier. Random weights have nothing to tell, so the classes must be the weights' own."""
-    load_plugin(given.get("plugin"))
-    device = choose_device(given.get("device", "auto"))
-    data = load_data(given)
-    config: Config = complete({**given, "pretrained": pretrained}, data)
-    model = build(config, data, device)
-    if not hasattr(model.backbone, "classifier_weights"):
-        raise BadOption("pretrained", f"must be weights with a classifier for the {data.num_classes} classes of {data.name}", pretrained)
-    return Rebuilt(config, with_published_normalization(config, data), model, device, {}, None, None)
-
-
-def pairs(test: Batches) -> Any:
-    return ((batch.x, batch.target) for batch in test.epoch())
+    words = [word.strip() for word in text.split(",")]
+    try:
+        return ["all" if word == "all" else parse_whole_number("K", word, 1) for word in words]
+    except BadOption:
+        raise BadOption("K", "must list whole numbers of at least 1, and 'all'", text) from None
 
 
 def table(rows: list[KRow], mode: str) -> str:

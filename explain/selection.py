@@ -46,7 +46,7 @@ class Depth:
     """What one layer read of one image: P patches that look at P patches, in H heads."""
 
     name: str
-    share: Tensor  # (H, P, P) of a patch's whole weight; what is missing to 1 lies on class and register tokens
+    weight: Tensor  # (H, P, P) attention weight between patches; what a row lacks to 1 lies on class and register tokens
     index: Tensor  # (H, P, K) patches of the largest weights, best first
     kept: Tensor  # (H, P, K) False where a patch reads fewer
     cut: bool  # are there patches that are read and not among the K?
@@ -54,7 +54,7 @@ class Depth:
 
     @property
     def heads(self) -> int:
-        return len(self.share)
+        return len(self.weight)
 
     @property
     def note(self) -> str:
@@ -67,29 +67,29 @@ class Depth:
         return self.index.shape[-1]
 
 
-def depth_of(layer: Any, weight: Tensor, grid: Grid, K: int | None = None) -> Depth:
-    """Weights (1, H, N, N) of one image as selections: all that the layer selects, or the largest K if it reads everything."""
-    size = weight[0].detach().float().abs().cpu()  # (H, N, N); raw similarities may be negative, and are read all the same
-    share = (size / size.sum(-1, keepdim=True).clamp(min=1e-30))[:, grid.prefix :, grid.prefix :]  # (H, P, P)
-    most = max(1, int((share > 0).sum(-1).max()))
+def depth_of(layer: Any, attention_map: Tensor, grid: Grid, K: int | None = None) -> Depth:
+    """An attention map (1, H, N, N) of one image as selections: all that the layer selects, or the largest K if it reads everything."""
+    size = attention_map[0].detach().float().abs().cpu()  # (H, N, N); raw similarities may be negative, and are read all the same
+    weight = (size / size.sum(-1, keepdim=True).clamp(min=1e-30))[:, grid.prefix :, grid.prefix :]  # (H, P, P)
+    most = max(1, int((weight > 0).sum(-1).max()))
     shown = min(K or (SHOWN if most == grid.patches else most), most)
-    ordered, index = share.sort(dim=-1, descending=True, stable=True)
+    ordered, index = weight.sort(dim=-1, descending=True, stable=True)
     channels = getattr(layer, "near_dim", layer.head_dim) or layer.head_dim, layer.head_dim
-    return Depth(type(layer).__name__, share, index[..., :shown], ordered[..., :shown] > 0, shown < most, channels)
+    return Depth(type(layer).__name__, weight, index[..., :shown], ordered[..., :shown] > 0, shown < most, channels)
 
 
 def overlap(a: Depth, b: Depth) -> Tensor:
     """Jaccard overlap of the patches of largest weight in the mean over heads, each patch's for itself: (P,)."""
     count = min(a.K, b.K)
-    one, two = (_largest(d.share.mean(0), count) for d in (a, b))  # (P, P)
+    one, two = (_largest(d.weight.mean(0), count) for d in (a, b))  # (P, P)
     both, either = (one & two).sum(-1), (one | two).sum(-1)
     return torch.where(either > 0, both / either.clamp(min=1), 1.0)
 
 
-def _largest(share: Tensor, count: int) -> Tensor:
+def _largest(weight: Tensor, count: int) -> Tensor:
     """True at the `count` largest of each row, as far as they are above 0: (P, P)."""
-    ordered, index = share.sort(dim=-1, descending=True, stable=True)
-    return torch.zeros_like(share, dtype=torch.bool).scatter(-1, index[:, :count], ordered[:, :count] > 0)
+    ordered, index = weight.sort(dim=-1, descending=True, stable=True)
+    return torch.zeros_like(weight, dtype=torch.bool).scatter(-1, index[:, :count], ordered[:, :count] > 0)
 
 
 def overlap_by_chance(count: int, patches: int) -> float:
@@ -105,7 +105,7 @@ class Locality:
     grid: Grid
     images: int = 0
     near: list[np.ndarray] = field(default_factory=list)  # a depth: (sum of distances, selected)
-    mass: list[np.ndarray] = field(default_factory=list)  # a depth: (sum of share * distance, sum of share)
+    mass: list[np.ndarray] = field(default_factory=list)  # a depth: (sum of weight * distance, sum of weight)
     alike: list[np.ndarray] = field(default_factory=list)  # a depth, with the one before: (overlap, by chance, queries)
 
     def add(self, depths: list[Depth]) -> None:
@@ -114,9 +114,9 @@ class Locality:
         self.images += 1
         far = self.grid.distances
         for i, d in enumerate(depths):
-            selected = far.expand_as(d.share).gather(-1, d.index)  # (H, P, K)
+            selected = far.expand_as(d.weight).gather(-1, d.index)  # (H, P, K)
             self.near[i] += (float(selected[d.kept].sum()), int(d.kept.sum()))
-            self.mass[i] += (float((d.share * far).sum()), float(d.share.sum()))
+            self.mass[i] += (float((d.weight * far).sum()), float(d.weight.sum()))
             if i:
                 chance = overlap_by_chance(min(d.K, depths[i - 1].K), self.grid.patches)
                 self.alike[i] += (float(overlap(depths[i - 1], d).sum()), chance * self.grid.patches, self.grid.patches)

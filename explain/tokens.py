@@ -1,0 +1,211 @@
+"""`python main.py explain --what tokens`: the patches that each layer of a run selects, as a picture, a table and a record."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import checkpoint
+from config import Config
+from explain.draw_tokens import draw_tokens
+from explain.selection import Depth, Grid, Locality, choose_queries, depth_of
+from explain.subject import Picked, Rebuilt, make_folder, pick_image, pixels_of, prediction_of, read_run, row_of
+from layers import TokenMixer
+from layers.reading import Note, noted
+from models.swap import find_attention, swap_attention, token_context
+from utils import BadOption, parse_whole_number, say
+
+TABLE_IMAGES = 64  # the table is a mean over so many test images
+MOST_HEADS, MOST_DEPTHS = 6, 6  # in a picture
+
+
+def tokens(options: dict[str, Any]) -> None:
+    """What the layers read: chosen query patches and the patches that they selected, by depth and head."""
+    K = parse_whole_number("K", options["K"], 1) if "K" in options else None
+    rebuilt, folder = read_run(options)
+    expose_attention(rebuilt, options["checkpoint"])
+    grid = token_grid(rebuilt.model.backbone)
+    if grid is None:
+        raise BadOption("checkpoint", "must be a model that tells its grid of patches", options["checkpoint"])
+    picked = pick_image(rebuilt, options["image"])
+    label, probability = prediction_of(rebuilt, picked.x)
+    picked = dataclasses.replace(picked, title=f"{picked.title}, predicted {label} ({probability:.0%})")
+    pixels = pixels_of(rebuilt.data, picked.x)
+    queries = parse_queries(options["queries"], grid) if "queries" in options else choose_queries(pixels, grid)
+    depths = depths_of(rebuilt, grid, picked.x, K)
+    heads = parse_heads(options["head"], depths) if "head" in options else list(range(min(d.heads for d in depths)))[:MOST_HEADS]
+    columns = [round(c) for c in np.linspace(0, len(depths) - 1, min(len(depths), MOST_DEPTHS))]
+    here, over = Locality(grid), locality_of_test(rebuilt, grid, K)
+    here.add(depths)
+
+    make_folder(folder)
+    path = folder / f"explain-tokens-{picked.name}.png"
+    draw_tokens(path, pixels=pixels, title=picked.title, grid=grid, depths=depths, columns=columns, queries=queries, heads=heads)
+    text = _table(picked, depths, here, over, columns, heads)
+    path.with_suffix(".txt").write_text(text + "\n")
+    checkpoint.write_json(path.with_suffix(".json"), _record(picked, grid, depths, queries, here, over, rebuilt.config))
+    print(f"{text}\n\nwritten to {path}, and beside it as .txt and .json")
+
+
+def parse_queries(text: str, grid: Grid) -> list[tuple[int, int]]:
+    """ "r,c;r,c" as places on the grid."""
+    queries = []
+    try:
+        for place in text.strip().removesuffix(";").split(";"):
+            row, column = (parse_whole_number("queries", word.strip(), 0) for word in place.split(","))
+            if row >= grid.height or column >= grid.width:
+                raise ValueError
+            queries.append((row, column))
+    except ValueError:  # a BadOption, too
+        rule = f"must be patches 'row,column;row,column', rows 0 to {grid.height - 1} and columns 0 to {grid.width - 1}"
+        raise BadOption("queries", rule, text) from None
+    return list(dict.fromkeys(queries))
+
+
+def parse_heads(text: str, depths: list[Depth]) -> list[int]:
+    last = min(d.heads for d in depths) - 1
+    try:
+        heads = [parse_whole_number("head", word.strip(), 0, last) for word in text.split(",")]
+    except BadOption:
+        raise BadOption("head", f"must be heads by number, 0 to {last}, with commas between", text) from None
+    return list(dict.fromkeys(heads))
+
+
+# ---------------------------------------------------------------- what the layers read
+
+
+def expose_attention(rebuilt: Rebuilt, named: str) -> None:
+    """Every attention of the model as one of our layers: timm's own are swapped for the same in place, weights and all."""
+    backbone = rebuilt.model.backbone
+    found = find_attention(backbone)
+    if not found:
+        raise BadOption("checkpoint", f"must be a model with attention between tokens, and {rebuilt.config.model} has none", named)
+    foreign = [i for i, module in enumerate(found.values()) if not isinstance(module, TokenMixer)]
+    if foreign:
+        try:
+            swap_attention(backbone, "Attention", blocks=foreign)
+        except BadOption as error:
+            raise BadOption("checkpoint", f"must be a model whose attention can be seen: {error.rule}", named) from None
+        say(f"{rebuilt.config.model}: its attention is seen through the layer Attention, with the same weights")
+
+
+def token_grid(backbone: nn.Module) -> Grid | None:
+    """Where the model says that its tokens are."""
+    told: list[dict[str, Any]] = [{name: getattr(backbone, name, None) for name in ("grid", "num_prefix_tokens")}]
+    told += [token_context(backbone, path) for path in find_attention(backbone)]
+    for context in told:
+        if context.get("grid"):
+            height, width = context["grid"]
+            return Grid(height, width, context["num_prefix_tokens"] or 0)
+    return None
+
+
+@torch.no_grad()
+def look(model: nn.Module, x: Tensor) -> list[tuple[Any, Tensor, Tensor]]:
+    """Layer, queries and keys of each time that a layer mixed tokens, in the order of depth."""
+    notes: list[Note] = []
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, TokenMixer):
+                stack.enter_context(noted(module, "mix", notes))
+        model(x)
+    return [(layer, q, k) for layer, (q, k, *_), _ in notes]
+
+
+def depths_of(rebuilt: Rebuilt, grid: Grid, x: Tensor, K: int | None) -> list[Depth]:
+    """What each depth read of one image."""
+    seen = look(rebuilt.model, x)
+    fits = bool(seen) and all(q.shape == k.shape and (len(q), q.shape[2]) == (1, grid.tokens) for _, q, k in seen)
+    if not fits:
+        counts = ", ".join(dict.fromkeys(str(q.shape[2]) for _, q, _ in seen)) or "none: no layer called its mix"
+        rule = f"must be a model whose layers all see the patches of one grid, {grid.height} x {grid.width} (tokens seen: {counts})"
+        raise BadOption("checkpoint", rule, rebuilt.config.model)
+    return [depth_of(layer, layer.reads(q, k), grid, K) for layer, q, k in seen]
+
+
+def locality_of_test(rebuilt: Rebuilt, grid: Grid, K: int | None) -> Locality:
+    """Over test images, evenly spaced over the split."""
+    found, rows = Locality(grid), len(rebuilt.data.test)
+    for row in np.linspace(0, rows - 1, min(rows, TABLE_IMAGES)):
+        found.add(depths_of(rebuilt, grid, row_of(rebuilt, round(row)), K))
+    return found
+
+
+# ---------------------------------------------------------------- table and record
+
+
+def _table(picked: Picked, depths: list[Depth], here: Locality, over: Locality, columns: list[int], heads: list[int]) -> str:
+    """What a person reads: how local each depth is, and how alike neighboring depths select."""
+    grid, width = here.grid, max(16, *(len(d.name) for d in depths))
+    lines = [picked.title, ""]
+    if len(columns) < len(depths) or len(heads) < max(d.heads for d in depths):
+        shown = f"depths {', '.join(str(c + 1) for c in columns)} of {len(depths)}, heads {', '.join(map(str, heads))}"
+        lines += [f"The picture shows {shown}; the table has them all.", ""]
+    images = f"{over.images} test image{'s, evenly spaced over the split' if over.images > 1 else ''}"
+    lines += [f"Mean over {images}; all heads, all {grid.patches} patches of the {grid.height} x {grid.width} grid:", ""]
+    head = f"{'depth':<7}{'layer':<{width}}{'shown':>12}{'distance':>10}{'weighted':>10}{'agreement':>11}{'by chance':>11}"
+    lines += [f"{head}   this image: {'distance':>8}{'weighted':>10}{'agreement':>11}"]
+    for i, d in enumerate(depths):
+        agree = [f"{a.agreement(i):.2f}" if i else "-" for a in (over, here)]
+        chance = f"{over.chance(i):.2f}" if i else "-"
+        shown = f"{d.K} of {grid.patches}{'*' if d.cut else ' '}"
+        lines += [
+            f"{i + 1:<7}{d.name:<{width}}{shown:>12}{over.distance(i):>10.2f}{over.weighted(i):>10.2f}{agree[0]:>11}{chance:>11}"
+            f"{'':>15}{here.distance(i):>8.2f}{here.weighted(i):>10.2f}{agree[1]:>11}"
+        ]
+    lines += ["", *(f"{note}." for note in dict.fromkeys(d.note for d in depths) if note)]
+    if any(d.cut for d in depths):
+        lines += ["* a cut: the layer reads more patches than the largest weights that are shown (--K shows more or fewer)."]
+    lines += [
+        f"distance   patches between a patch and those it selected, itself included (at random: {grid.mean_distance:.2f});",
+        "           class and register tokens are left out.",
+        "weighted   the same over everything that is read, by weight.",
+        "agreement  with the depth before: overlap (Jaccard) of the K patches of largest weight in the mean over heads,",
+        "           K being the smaller number shown of the two; 1 is identical, 0 disjoint.",
+    ]
+    return "\n".join(lines)
+
+
+def _record(
+    picked: Picked, grid: Grid, depths: list[Depth], queries: list[tuple[int, int]], here: Locality, over: Locality, config: Config
+) -> dict[str, Any]:
+    """The same for programs: every number of the table, and the selections of the queries in full."""
+
+    def selected(d: Depth, head: int, query: tuple[int, int]) -> list[dict[str, Any]]:
+        row = query[0] * grid.width + query[1]
+        kept = [int(p) for p, keep in zip(d.index[head, row], d.kept[head, row], strict=True) if keep]
+        return [{"patch": list(divmod(p, grid.width)), "weight": round(float(d.weight[head, row, p]), 6)} for p in kept]
+
+    def numbers(locality: Locality, i: int) -> dict[str, Any]:
+        agreement = {"agreement": locality.agreement(i), "by_chance": locality.chance(i)} if i else {}
+        values = {"distance": locality.distance(i), "weighted_distance": locality.weighted(i), **agreement}
+        return {name: None if math.isnan(value) else round(value, 6) for name, value in values.items()}
+
+    return {
+        "image": picked.title,
+        "model": config.model,
+        "layer": config.layer,
+        "grid": [grid.height, grid.width],
+        "prefix_tokens": grid.prefix,
+        "images_in_mean": over.images,
+        "distance_at_random": round(grid.mean_distance, 6),
+        "depths": [
+            {
+                "depth": i + 1,
+                "layer": d.name,
+                "shown": d.K,
+                "cut": d.cut,
+                "note": d.note,
+                "mean": numbers(over, i),
+                "this_image": numbers(here, i),
+                "queries": [{"patch": list(q), "heads": [selected(d, h, q) for h in range(d.heads)]} for q in queries],
+            }
+            for i, d in enumerate(depths)
+        ],
+    }

@@ -6,10 +6,11 @@ import dataclasses
 import inspect
 import os
 import sys
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, get_type_hints
 
 import typer
+from typer.models import OptionInfo
 
 import config as flags
 from utils import BadOption, Halt, parse_whole_number, say
@@ -66,7 +67,7 @@ Plugin = Annotated[Text, typer.Option(help=flags.FIELDS["plugin"].metadata["help
 
 
 def list_(
-    what: Annotated[str, typer.Argument(help="layers, models, heads, datasets, or all of them", metavar="[WHAT]")] = "all",
+    WHAT: Annotated[str, typer.Argument(help="layers, models, heads, datasets, or all of them", metavar="WHAT")] = "all",
     d_hidden: Annotated[str, typer.Option("--d_hidden", help="width of a token", metavar="INT")] = "192",
     num_heads: Annotated[str, typer.Option("--num_heads", help="attention heads", metavar="INT")] = "3",
     image_size: Annotated[str, typer.Option("--image_size", help="image side", metavar="INT")] = "224",
@@ -80,7 +81,7 @@ def list_(
     numbers = {name: parse_whole_number(name, text, 1) for name, text in sizes.items()}
     from explain.listing import show
 
-    show(what, filter, plugin, **numbers)
+    show(WHAT, filter, plugin, **numbers)
 
 
 def probe(
@@ -126,8 +127,16 @@ def explain(
     show({"what": what, "checkpoint": checkpoint, **shown, **given})
 
 
-COMMANDS = (list_, probe, explain)
-OPTIONS = {*flags.FIELDS, *(name for command in COMMANDS for name in inspect.signature(command).parameters)}
+COMMANDS: tuple[Callable[..., None], ...] = (list_, probe, explain)
+
+
+def flags_of(command: Callable[..., None]) -> set[str]:
+    """What is typed behind two hyphens, without the arguments that are told by their place."""
+    hints = get_type_hints(command, include_extras=True)
+    return {name for name, hint in hints.items() if any(isinstance(part, OptionInfo) for part in getattr(hint, "__metadata__", ()))}
+
+
+OPTIONS = set(flags.FIELDS).union(*map(flags_of, COMMANDS))
 
 
 def build_app() -> typer.Typer:

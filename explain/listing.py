@@ -18,7 +18,7 @@ from layers.base import TokenMixer
 from models import MODELS, ModelSpec
 from models.cost import gflops, parameters, rows_per_second
 from sources import read_csv, read_folder, read_npz
-from utils import BadOption, did_you_mean, first_line, options_of
+from utils import BadOption, first_line, one_of, options_of
 
 KINDS = ("layers", "models", "heads", "datasets")
 TIMM_SHOWN = 40
@@ -29,8 +29,7 @@ def show(
     what: str, pattern: str, plugin: str | None, *, d_hidden: int, num_heads: int, image_size: int, patch_size: int, batch_size: int
 ) -> None:
     load_plugin(plugin)
-    if what not in (*KINDS, "all"):
-        raise BadOption("what", f"must be one of {', '.join(KINDS)}, all{did_you_mean(what, KINDS)}", what)
+    one_of("WHAT", what, (*KINDS, "all"))
     if image_size % patch_size:
         raise BadOption("patch_size", f"must divide the image size ({image_size})", patch_size)
     parts = [

@@ -332,10 +332,3 @@ def test_rows_that_have_changed_are_refused(here: Path, capsys: pytest.CaptureFi
     capsys.readouterr()
     assert main(["explain", "--what", "neighbors", "--checkpoint", "run"]) == 2
     assert "--checkpoint needs the rows that the run was trained on, and the data set has changed since" in capsys.readouterr().err
-
-
-def test_help_names_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "--help"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "(--what neighbors)" in said
-    assert "--mistakes" in said

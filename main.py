@@ -6,10 +6,11 @@ import dataclasses
 import inspect
 import os
 import sys
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, get_type_hints
 
 import typer
+from typer.models import OptionInfo
 
 import config as flags
 from utils import BadOption, Halt, parse_whole_number, say
@@ -22,7 +23,7 @@ IGNORED = ("similarity_type", "aggregation_type")
 METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", bool: None}
 
 
-def option(field: dataclasses.Field[Any], *, both_ways: bool) -> inspect.Parameter:
+def option(field: dataclasses.Field[Any], topic: str, *, both_ways: bool) -> inspect.Parameter:
     """A flag as a parameter. Its default is None for Typer: what was not given is left to presets and layers."""
     meta, kind = field.metadata, flags.kind_of(field)
     text = meta["help"]
@@ -30,13 +31,21 @@ def option(field: dataclasses.Field[Any], *, both_ways: bool) -> inspect.Paramet
         text += f": {', '.join(meta['choices'])}"
     if meta["preset"]:
         text += " (by data set)"
-    elif field.default is not None and kind is not bool:
+    elif field.default not in (None, dataclasses.MISSING) and kind is not bool:
         text += f" (default: {field.default})"
     names = f"--{field.name}/--no-{field.name}" if kind is bool and both_ways else f"--{field.name}"
-    info = typer.Option(names, help=text, rich_help_panel=meta["topic"], show_default=False, metavar=METAVARS[kind])
+    info = typer.Option(names, help=text, rich_help_panel=topic.capitalize(), show_default=False, metavar=METAVARS[kind])
     # Numbers arrive as text, so that a wrong one gets our line: flag, rule and value.
     annotation = Annotated[bool | None, info] if kind is bool else Annotated[str | None, info]
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def renamed(old: str, field: dataclasses.Field[Any]) -> inspect.Parameter:
+    """A flag by the name that it had in older command lines."""
+    yes_no = flags.kind_of(field) is bool
+    info = typer.Option(f"--{old}/--no-{old}" if yes_no else f"--{old}", hidden=True)
+    annotation = Annotated[bool | None, info] if yes_no else Annotated[str | None, info]
+    return inspect.Parameter(old, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def train(context: typer.Context, **values: Any) -> None:
@@ -51,11 +60,12 @@ def train(context: typer.Context, **values: Any) -> None:
     for name in IGNORED:
         if values.pop(name) is not None:
             say(f"--{name}: ignored; older command lines have it, no layer uses it")
-    given = {name: flags.parse(name, value) for name, value in values.items() if value is not None}
+    typed = flags.with_new_names({name: value for name, value in values.items() if value is not None})
+    given = {name: flags.parse(name, value) for name, value in typed.items()}
     actions = {f.name: given.pop(f.name) for f in dataclasses.fields(flags.Action) if f.name in given}
     if "test_only" in actions and "resume" in actions:
         raise BadOption("resume", "trains on: it does not go with --test_only, which names its run by --checkpoint", actions["resume"])
-    from experiments.run import run  # late: torch takes its time, and --help should not
+    from run.run import run  # late: torch takes its time, and --help should not
 
     run(given, flags.Action(**actions))
 
@@ -66,7 +76,7 @@ Plugin = Annotated[Text, typer.Option(help=flags.FIELDS["plugin"].metadata["help
 
 
 def list_(
-    what: Annotated[str, typer.Argument(help="layers, models, heads, datasets, or all of them", metavar="[WHAT]")] = "all",
+    WHAT: Annotated[str, typer.Argument(help="layers, models, heads, datasets, or all of them", metavar="WHAT")] = "all",
     d_hidden: Annotated[str, typer.Option("--d_hidden", help="width of a token", metavar="INT")] = "192",
     num_heads: Annotated[str, typer.Option("--num_heads", help="attention heads", metavar="INT")] = "3",
     image_size: Annotated[str, typer.Option("--image_size", help="image side", metavar="INT")] = "224",
@@ -80,7 +90,7 @@ def list_(
     numbers = {name: parse_whole_number(name, text, 1) for name, text in sizes.items()}
     from explain.listing import show
 
-    show(what, filter, plugin, **numbers)
+    show(WHAT, filter, plugin, **numbers)
 
 
 def probe(
@@ -99,7 +109,7 @@ def probe(
     """What would hard top-K do to this trained model? Test accuracy against K, without training."""
     typed = dict(dataset=dataset, data_path=data_path, batch_size=batch_size, device=device, plugin=plugin, model=model)
     given = {name: flags.parse(name, value) for name, value in typed.items() if value is not None}
-    flags.check(given, flags.Config)
+    flags.check(given)
     from explain.probe import run_probe
 
     run_probe(K, checkpoint, pretrained, mode, output_dir, given)
@@ -126,8 +136,16 @@ def explain(
     show({"what": what, "checkpoint": checkpoint, **shown, **given})
 
 
-COMMANDS = (list_, probe, explain)
-OPTIONS = {*flags.FIELDS, *(name for command in COMMANDS for name in inspect.signature(command).parameters)}
+COMMANDS: tuple[Callable[..., None], ...] = (list_, probe, explain)
+
+
+def flags_of(command: Callable[..., None]) -> set[str]:
+    """What is typed behind two hyphens, without the arguments that are told by their place."""
+    hints = get_type_hints(command, include_extras=True)
+    return {name for name, hint in hints.items() if any(isinstance(part, OptionInfo) for part in getattr(hint, "__metadata__", ()))}
+
+
+OPTIONS = set(flags.FIELDS).union(*map(flags_of, COMMANDS))
 
 
 def build_app() -> typer.Typer:
@@ -138,8 +156,9 @@ def build_app() -> typer.Typer:
     )
     parameters = [
         inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context),
-        *(option(f, both_ways=True) for f in dataclasses.fields(flags.Config)),
-        *(option(f, both_ways=False) for f in dataclasses.fields(flags.Action)),
+        *(option(flags.FIELDS[name], topic, both_ways=True) for name, topic in flags.TOPIC_OF.items()),
+        *(option(f, "output", both_ways=False) for f in dataclasses.fields(flags.Action)),
+        *(renamed(old, flags.FIELDS[new]) for old, new in flags.RENAMED.items()),
     ]
     hidden = Annotated[str | None, typer.Option(hidden=True)]
     parameters += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hidden) for name in IGNORED]

@@ -11,15 +11,11 @@ import ctypes
 import difflib
 import inspect
 import os
-import platform
 import random
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")

@@ -20,9 +20,9 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as main.py has it
 import numpy as np
 import torch
 import torch.nn.functional as F
+from experiments.building import batches, build, complete
 
 import dataset
-from experiments.building import batches, build, complete
 from inputs.batches import Batches
 from train_eval import State
 from utils import keep_memory

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from classifiers.calibration import calibrate
 from classifiers.heads import Head
 from classifiers.neighbor_heads import AttnKnnHead, NeighborHead
-from classifiers.predictors import Interpolation, Predictor, Vote
+from classifiers.predictors import Predictor, Vote
 from classifiers.retrieved import Retrieved
 from classifiers.weights import WEIGHTS
 
@@ -30,10 +30,7 @@ class Predictors(nn.Module):
         super().__init__()
         self.own, self.mode = own, mode
         self.raw = nn.ModuleDict({name: copy.deepcopy(predictor) for name, predictor in raw.items()})
-        with_prior = mode == "head" and retriever is not None
-        self.calibrated = nn.ModuleDict(
-            {name: with_a_prior(p, retriever) if with_prior and retriever else copy.deepcopy(p) for name, p in raw.items()}
-        )
+        self.calibrated = nn.ModuleDict({name: to_calibrate(predictor, mode, retriever) for name, predictor in raw.items()})
 
     @property
     def names(self) -> list[str]:
@@ -66,11 +63,12 @@ def averaged(views: Sequence[Tensor]) -> Tensor:
     return torch.logsumexp(torch.stack(list(views)), 0) - math.log(len(views))
 
 
-def with_a_prior(predictor: Predictor, retriever: NeighborHead) -> Predictor:
-    """A copy whose vote has a prior: the class frequencies of the bank, where it had none."""
+def to_calibrate(predictor: Predictor, mode: str, retriever: NeighborHead | None) -> Predictor:
+    """A copy for calibration. Where all that sets confidence is fitted (mode head), its vote has a prior: the class frequencies of the
+    bank, where it had none."""
     predictor = copy.deepcopy(predictor)
     vote = predictor.vote_part
-    if vote is not None and vote.prior is None:
+    if mode == "head" and retriever is not None and vote is not None and vote.prior is None:
         vote.prior = retriever.new_prior()
         if retriever.bank is not None:
             vote.prior.start_from(retriever.bank.labels)
@@ -79,6 +77,18 @@ def with_a_prior(predictor: Predictor, retriever: NeighborHead) -> Predictor:
 
 
 # ---------------------------------------------------------------- which baselines a head has
+
+
+def own_name(head: Head, name: str) -> str:
+    """What the head's own predictor is called among its baselines; `name` is the head's."""
+    if not isinstance(head, NeighborHead):
+        return name
+    return head.vote.name if head.predictor.linear_part is None else "interpolation"
+
+
+def calibrated_form(head: Head, mode: str) -> Predictor:
+    """The head's own predictor with the parts that it has after calibration, for values that were saved."""
+    return to_calibrate(head.as_predictor(), mode, head if isinstance(head, NeighborHead) else None)
 
 
 def baseline_head(num_features: int, num_classes: int, **options: Any) -> AttnKnnHead:
@@ -96,11 +106,9 @@ def beside_neighbors(head: NeighborHead, mode: str, attention: Vote | None = Non
     raw = {name: plain.to(device) for name, plain in raw.items()} | {vote.name: vote}
     if attention is not None:
         raw["attention"] = attention
-    own = vote.name
-    if isinstance(head.predictor, Interpolation):
-        own = "interpolation"
-        raw = {"linear": head.predictor.linear, **raw, own: head.predictor}
-    return Predictors(raw, own, mode, head)
+    if linear := head.predictor.linear_part:
+        raw = {"linear": linear, **raw, "interpolation": head.predictor}
+    return Predictors(raw, own_name(head, vote.name), mode, head)
 
 
 def beside_features(head: Head, name: str, retriever: AttnKnnHead, mode: str) -> Predictors:

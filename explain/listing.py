@@ -12,15 +12,15 @@ from torch import nn
 import layers
 from classifiers import HEADS
 from dataset import DATASETS, PREFIXES
-from experiments.building import stand_in
-from experiments.plugin import load_plugin
+from evaluation.cost import gflops, parameters, rows_per_second
 from inputs.arrays import read_npz
 from inputs.folders import read_folder
 from inputs.tables import read_csv
 from layers.base import TokenMixer
 from models import MODELS, ModelSpec
-from models.cost import gflops, parameters, rows_per_second
-from utils import BadOption, did_you_mean, first_line, options_of
+from run.parts import random_bank
+from run.plugin import load_plugin
+from utils import BadOption, first_line, one_of, options_of
 
 KINDS = ("layers", "models", "heads", "datasets")
 TIMM_SHOWN = 40
@@ -31,8 +31,7 @@ def show(
     what: str, pattern: str, plugin: str | None, *, d_hidden: int, num_heads: int, image_size: int, patch_size: int, batch_size: int
 ) -> None:
     load_plugin(plugin)
-    if what not in (*KINDS, "all"):
-        raise BadOption("what", f"must be one of {', '.join(KINDS)}, all{did_you_mean(what, KINDS)}", what)
+    one_of("WHAT", what, (*KINDS, "all"))
     if image_size % patch_size:
         raise BadOption("patch_size", f"must divide the image size ({image_size})", patch_size)
     parts = [
@@ -104,7 +103,7 @@ def show_heads(dim: int) -> None:
         options = ", ".join(f"{k}={v!r}" for k, v in options_of(HEADS[name]).items())
         head: Any = HEADS[name](dim, 10)
         if head.wants_bank:
-            head.refresh(stand_in(head.embed(torch.zeros(1, dim)).shape[1], BANK_ROWS, 10))
+            head.refresh(random_bank(head.embed(torch.zeros(1, dim)).shape[1], BANK_ROWS, 10))
         print(f"  {name}: {first_line(HEADS[name])}\n    {cost_of(head, torch.randn(512, dim))} of 512 rows\n    {options}")
 
 

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import checkpoint
-from explain.cases import Case, Predictors, read_predictors, short
+from explain.cases import Case, Votes, read_votes, short
 from explain.draw_neighbors import draw_neighbors
-from explain.subject import Picked, Rebuilt, make_folder, name_of, pick_image, pixels_of, read_run, row_of
+from explain.subject import Picked, make_folder, name_of, pick_image, pixels_of, read_run, row_of
+from inputs import store
+from run.load import Loaded
 from utils import parse_whole_number
 
 SHOWN, MOST_SHOWN = 8, 100  # neighbors of a query
@@ -29,61 +30,61 @@ def neighbors(options: dict[str, Any]) -> None:
     """Those of one query, and those of the most confident mistakes of the test split."""
     shown = parse_whole_number("K", options.get("K", f"{SHOWN}"), 1, MOST_SHOWN)
     most = parse_whole_number("mistakes", options.get("mistakes", f"{MISTAKES}"), 0, MOST_MISTAKES)
-    rebuilt, folder = read_run(options, tables=True)
-    picked = pick_image(rebuilt, options["image"])
-    predictors = read_predictors(rebuilt, options["checkpoint"])
-    test, target = predictors.retrieve_test(), predictors.target
-    probability, predicted = predictors.predict(test).max(1)
+    loaded, folder = read_run(options, tables=True)
+    picked = pick_image(loaded, options["image"])
+    votes = read_votes(loaded, options["checkpoint"])
+    test, target = votes.retrieve_test(), votes.target
+    probability, predicted = votes.predict(test).max(1)
     mistakes = (predicted != target).nonzero()[:, 0]
     mistakes = mistakes[probability[mistakes].argsort(descending=True, stable=True)]
     shown = min(shown, test.index.shape[1])
 
     def of_test(rows: list[int]) -> list[Case]:
         at = torch.tensor(rows, dtype=torch.long, device=target.device)
-        return predictors.cases(test.subset(at), [f"row {row} of the test split" for row in rows], rows, target[at].tolist(), shown)
+        return votes.cases(test.subset(at), [f"row {row} of the test split" for row in rows], rows, target[at].tolist(), shown)
 
     if picked.row is None:
-        cases = predictors.cases(predictors.retrieve_image(picked), [picked.title], [None], [None], shown)
+        cases = votes.cases(votes.retrieve_image(picked), [picked.title], [None], [None], shown)
     else:
         cases = of_test([picked.row])
     cases += of_test(mistakes[:most].tolist()) if most and len(mistakes) else []
-    tally = predictors.tally(test, target, predicted)
-    header = header_of(rebuilt, predictors, picked) | {"shown": shown, "test": summary(tally, predicted == target, probability)}
+    tally = votes.tally(test, target, predicted)
+    header = header_of(loaded, votes, picked) | {"shown": shown, "test": summary(tally, predicted == target, probability)}
 
     make_folder(folder)
     path = folder / f"explain-neighbors-{picked.name}.png"
     written = f"{path}, and beside it as .txt and .json"
-    if rebuilt.data.kind == "table":
+    if loaded.data.kind == "table":
         written = f"{path.with_suffix('.txt')}, and beside it as .json; no picture: the rows of a table are no images"
     else:
-        draw_neighbors(path, header, cases, [images_of(rebuilt, case, picked, shown) for case in cases], rebuilt.data.classes)
-    text = report(header, cases, rebuilt.data.classes)
+        draw_neighbors(path, header, cases, [images_of(loaded, case, picked, shown) for case in cases], loaded.data.classes)
+    text = report(header, cases, loaded.data.classes)
     path.with_suffix(".txt").write_text(text + "\n")
     records = [dataclasses.asdict(case) for case in cases]
-    record = {**header, "classes": list(rebuilt.data.classes), "query": records[0], "mistakes": records[1:]}
-    checkpoint.write_json(path.with_suffix(".json"), record)
+    record = {**header, "classes": list(loaded.data.classes), "query": records[0], "mistakes": records[1:]}
+    store.write_json(path.with_suffix(".json"), record)
     print(f"{text}\n\nwritten to {written}")
 
 
-def images_of(rebuilt: Rebuilt, case: Case, picked: Picked, shown: int) -> list[np.ndarray]:
+def images_of(loaded: Loaded, case: Case, picked: Picked, shown: int) -> list[np.ndarray]:
     """Pixels of the query and of its heaviest neighbors, as the model sees them."""
-    query = picked.x if case.row is None else row_of(rebuilt, case.row)
-    near = [row_of(rebuilt, neighbor.row, "train") for neighbor in case.neighbors[:shown]]
-    return [pixels_of(rebuilt.data, x) for x in (query, *near)]
+    query = picked.x if case.row is None else row_of(loaded, case.row)
+    near = [row_of(loaded, neighbor.row, "train") for neighbor in case.neighbors[:shown]]
+    return [pixels_of(loaded.data, x) for x in (query, *near)]
 
 
-def header_of(rebuilt: Rebuilt, predictors: Predictors, picked: Picked) -> dict[str, Any]:
+def header_of(loaded: Loaded, votes: Votes, picked: Picked) -> dict[str, Any]:
     """What stands above the picture and the text, and first in the record: whose votes these are."""
     return {
-        "title": f"How neighbors vote: {rebuilt.config.head} on {name_of(rebuilt.data)}",
+        "title": f"How neighbors vote: {loaded.config.head.head} on {name_of(loaded.data)}",
         "image": picked.title,
-        "head": rebuilt.config.head,
-        "weights": predictors.name,
-        "prediction": predictors.main,
-        "calibrated": predictors.calibrated,
-        "k": predictors.asker.k,
-        "bank": len(predictors.bank),
-        "notes": predictors.notes(),
+        "head": loaded.config.head.head,
+        "weights": votes.name,
+        "prediction": votes.own_name,
+        "calibrated": votes.calibrated,
+        "k": votes.k,
+        "bank": len(votes.bank),
+        "notes": votes.notes(),
     }
 
 
@@ -146,7 +147,7 @@ def report(header: dict[str, Any], cases: Sequence[Case], classes: Sequence[str]
         true, guess = step["true"], step["predicted"]
         cells = f"{guess['rows']:>12,}{percent(guess['accuracy']):>11}{percent(guess['confidence']):>12}"
         lines += [f"{f'{low}' if low == high else f'{low} to {high}':<28}{true['rows']:>8,}{percent(true['accuracy']):>12}{cells}"]
-    lines += ["", "effective neighbors: as many as the weights speak of, exp of their entropy."]
+    lines += ["", "effective neighbors: exp(entropy of the weights)."]
     for i, case in enumerate(cases):
         if i == 1:
             lines += ["", f"---- the most confident of {test['wrong']['rows']:,} mistakes ({len(cases) - 1} shown)"]

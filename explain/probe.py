@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import checkpoint as checkpoints
-from experiments.folder import check_writable
-from experiments.run import rebuild
-from explain.subject import make_folder, read_published, rows_of, run_folder
+from explain.subject import make_folder, read_published, rows_of
+from inputs import store
 from models.probe import Count, KRow, accuracy_by_k
+from run.directory import check_writable
+from run.load import load
+from run.saved import run_of
+from training.checkpoint import find
 from utils import BadOption, parse_whole_number, say
 
 
@@ -23,9 +25,9 @@ def run_probe(ks: str, checkpoint: str | None, pretrained: str, mode: str, outpu
         raise BadOption("model", "is the checkpoint's own when --checkpoint is given", given["model"])
     if not checkpoint and not str(given.get("model", "")).startswith("timm/"):
         raise BadOption("checkpoint", "or --model timm/NAME must say what to probe")
-    folder = Path(output_dir or (run_folder(checkpoint) if checkpoint else f"runs/{time.strftime('%Y%m%d-%H%M%S')}-probe"))
+    folder = Path(output_dir or (run_of(find(checkpoint)) if checkpoint else f"runs/{time.strftime('%Y%m%d-%H%M%S')}-probe"))
     check_writable(folder)
-    probed = rebuild(checkpoint, given) if checkpoint else read_published(given, pretrained)
+    probed = load(checkpoint, given) if checkpoint else read_published(given, pretrained)
     batches = ((batch.x, batch.target) for batch in rows_of(probed, "test").epoch())
     try:
         rows = accuracy_by_k(probed.model, batches, counts, mode, probed.device)
@@ -34,7 +36,7 @@ def run_probe(ks: str, checkpoint: str | None, pretrained: str, mode: str, outpu
     text = table(rows, mode)
     print(text)
     make_folder(folder)
-    checkpoints.write_json(folder / "probe.json", [dataclasses.asdict(row) for row in rows])
+    store.write_json(folder / "probe.json", [dataclasses.asdict(row) for row in rows])
     draw(rows, folder / "probe.png")
     say(f"written to {folder / 'probe.json'} and {folder / 'probe.png'}")
     return rows

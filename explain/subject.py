@@ -1,4 +1,4 @@
-"""What is explained: a run, rebuilt, and one image as its model sees it."""
+"""What is explained: a loaded run, and one image as its model sees it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import checkpoint
 import config as flags
-import dataset
-from batches import Batches, eight_bit
-from config import Config
-from experiments import building, run
-from experiments.folder import check_writable
-from experiments.plugin import load_plugin
-from experiments.run import Rebuilt
+from inputs import store
+from inputs.batches import Batches
+from inputs.images import eight_bit
+from inputs.rows import Data, Split
+from run.complete import complete
+from run.directory import check_writable
+from run.load import Loaded, load
+from run.parts import build_model, choose_device, load_data, loader, with_published_normalization
+from run.plugin import load_plugin
+from run.saved import run_of
+from training import checkpoint
 from utils import BadOption, parse_whole_number
 
 
@@ -38,36 +41,30 @@ class Picked:
 # ---------------------------------------------------------------- the run
 
 
-def read_run(options: Mapping[str, Any], *, tables: bool = False) -> tuple[Rebuilt, Path]:
+def read_run(options: Mapping[str, Any], *, tables: bool = False) -> tuple[Loaded, Path]:
     """The run that was asked for, in eval(), and where its pictures go."""
     given = {k: v for k, v in options.items() if k in ("device", "data_path", "plugin")}
-    flags.check(given, Config)
+    flags.check(given)
     source = checkpoint.find(options["checkpoint"])
-    folder = Path(options.get("output_dir") or run_folder(options["checkpoint"]))
+    folder = Path(options.get("output_dir") or run_of(source))
     check_writable(folder)
-    if not tables and len(checkpoint.load(source, "none")[1]["shape"]) != 3:
+    if not tables and len(store.load(source, "none")[1]["shape"]) != 3:
         raise BadOption("checkpoint", "must be a model of images: the rows of a table have no tokens", options["checkpoint"])
-    rebuilt = run.rebuild(options["checkpoint"], given)
-    rebuilt.model.eval()
-    return rebuilt, folder
+    loaded = load(options["checkpoint"], given)
+    loaded.model.eval()
+    return loaded, folder
 
 
-def read_published(given: Mapping[str, Any], pretrained: str) -> Rebuilt:
+def read_published(given: Mapping[str, Any], pretrained: str) -> Loaded:
     """A timm model with its trained classifier. Random weights have nothing to tell, so the classes must be the weights' own."""
     load_plugin(given.get("plugin"))
-    device = building.choose_device(given.get("device", "auto"))
-    data = building.load_data(given)
-    config = building.complete({**given, "pretrained": pretrained}, data)
-    model = building.build(config, data, device)
+    device = choose_device(given.get("device", "auto"))
+    data = load_data(given)
+    config = complete({**given, "pretrained": pretrained}, data)
+    model = build_model(config, data, device)
     if not hasattr(model.backbone, "classifier_weights"):
         raise BadOption("pretrained", f"must be weights with a classifier for the {data.num_classes} classes of {data.name}", pretrained)
-    return Rebuilt(config, building.with_published_normalization(config, data), model, device, {}, None, None)
-
-
-def run_folder(named: str) -> Path:
-    """The folder of the run that a checkpoint belongs to; of a checkpoint that was moved out of its run, its own."""
-    source = checkpoint.find(named)
-    return source.parent.parent if source.parent.name == "checkpoints" else source
+    return Loaded(config, with_published_normalization(config, data), model, device, {}, None, None, Path())
 
 
 def make_folder(folder: Path) -> None:
@@ -77,14 +74,14 @@ def make_folder(folder: Path) -> None:
         raise BadOption("output_dir", f"must be a directory that can be written ({error.strerror})", str(folder)) from None
 
 
-def name_of(data: dataset.Data) -> str:
+def name_of(data: Data) -> str:
     """Short enough for a title."""
     return data.name if len(data.name) <= 45 else f"...{data.name[-42:]}"
 
 
-def rows_of(rebuilt: Rebuilt, part: str) -> Batches:
+def rows_of(loaded: Loaded, part: str) -> Batches:
     """The rows of a split, as the run's evaluation, or its bank, sees them."""
-    found = building.batches(rebuilt.config, rebuilt.data, part, rebuilt.device)
+    found = loader(loaded.config, loaded.data, part, loaded.device)
     assert found is not None
     return found
 
@@ -92,31 +89,31 @@ def rows_of(rebuilt: Rebuilt, part: str) -> Batches:
 # ---------------------------------------------------------------- the image
 
 
-def row_of(rebuilt: Rebuilt, row: int, part: str = "test") -> Tensor:
+def row_of(loaded: Loaded, row: int, part: str = "test") -> Tensor:
     """One row of a split: (1, C, H, W)."""
     # Batches of one: noise depends on a row's number, so the row must keep its own.
-    single = dataclasses.replace(rebuilt.config, batch_size=1, workers=0, augment=False)
-    return next(rows_of(rebuilt._replace(config=single), part).plain().epoch(0, start=row)).x
+    single = loaded.config.but(batch_size=1, workers=0, augment=False)
+    return next(rows_of(loaded._replace(config=single), part).plain().epoch(0, start=row)).x
 
 
-def pick_image(rebuilt: Rebuilt, text: str) -> Picked:
+def pick_image(loaded: Loaded, text: str) -> Picked:
     """INDEX, a row of the test split, or FILE, an image file of one's own."""
-    rows = len(rebuilt.data.test)
+    rows = len(loaded.data.test)
     rule = f"must be a row of the test split (0 to {rows - 1})"
     if re.fullmatch(r"-?\d+", text):
         try:
             row = parse_whole_number("image", text, 0, rows - 1)
         except BadOption:
             raise BadOption("image", f"{rule} or an image file", text) from None
-        x, label = row_of(rebuilt, row), rebuilt.data.classes[rebuilt.data.test.y[row]]
-        return Picked(x, str(row), f"row {row} of the test split of {name_of(rebuilt.data)}, class {label}", row)
-    if rebuilt.data.kind == "table":
+        x, label = row_of(loaded, row), loaded.data.classes[loaded.data.test.y[row]]
+        return Picked(x, str(row), f"row {row} of the test split of {name_of(loaded.data)}, class {label}", row)
+    if loaded.data.kind == "table":
         raise BadOption("image", f"{rule}: this run reads the rows of a table", text)
     if not Path(text).is_file():
         raise BadOption("image", f"{rule} or an image file that exists", text)
-    own = dataset.Split(_read_file(rebuilt.data, text), np.zeros(1, np.int64))
+    own = Split(_read_file(loaded.data, text), np.zeros(1, np.int64))
     try:
-        x = row_of(rebuilt._replace(data=dataclasses.replace(rebuilt.data, test=own)), 0)
+        x = row_of(loaded._replace(data=dataclasses.replace(loaded.data, test=own)), 0)
     except BadOption as error:
         rule = error.rule.replace("has an image that can't be read", "must be an image file that can be read")
         raise BadOption("image", rule, text) from None
@@ -124,7 +121,7 @@ def pick_image(rebuilt: Rebuilt, text: str) -> Picked:
     return Picked(x, stem, Path(text).name)
 
 
-def _read_file(data: dataset.Data, path: str) -> np.ndarray:
+def _read_file(data: Data, path: str) -> np.ndarray:
     """A split of one image: its path where the run reads image files; else pixels, cropped and resized to the shape of the run's."""
     if data.kind == "files":
         return np.array([path])
@@ -142,15 +139,14 @@ def _read_file(data: dataset.Data, path: str) -> np.ndarray:
     return np.asarray(image).reshape(1, height, width, channels).transpose(0, 3, 1, 2).copy()  # (1, C, H, W)
 
 
-def pixels_of(data: dataset.Data, x: Tensor) -> np.ndarray:
+def pixels_of(data: Data, x: Tensor) -> np.ndarray:
     """The image that the model saw, in 0..1: (H, W, 3)."""
     mean, std = (torch.tensor(data.fitted[k]).view(-1, 1, 1) for k in ("mean", "std"))
     image = (x[0].float().cpu() * std + mean).clamp(0, 1)  # (C, H, W)
     return (image[:3] if len(image) >= 3 else image[:1].expand(3, -1, -1)).permute(1, 2, 0).numpy()
 
 
-@torch.no_grad()
-def prediction_of(rebuilt: Rebuilt, x: Tensor) -> tuple[str, float]:
-    """The class that the model predicts for one image, and its probability."""
-    probability = rebuilt.model(x).float().softmax(-1)[0]  # (classes,)
-    return rebuilt.data.classes[int(probability.argmax())], float(probability.max())
+def prediction_of(loaded: Loaded, x: Tensor) -> tuple[str, float]:
+    """The class that the classifier predicts for one image, and its probability."""
+    probability = loaded.model.predict(x)[0]  # (classes,)
+    return loaded.data.classes[int(probability.argmax())], float(probability.max())

@@ -11,14 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-import checkpoint
 from config import Config
 from explain.draw_tokens import draw_tokens
 from explain.selection import Depth, Grid, Locality, choose_queries, depth_of
-from explain.subject import Picked, Rebuilt, make_folder, pick_image, pixels_of, prediction_of, read_run, row_of
+from explain.subject import Picked, make_folder, pick_image, pixels_of, prediction_of, read_run, row_of
+from inputs import store
 from layers import TokenMixer
-from layers.reading import Note, noted
+from layers.attention_map import Note, noted
 from models.swap import find_attention, swap_attention, token_context
+from run.load import Loaded
 from utils import BadOption, parse_whole_number, say
 
 TABLE_IMAGES = 64  # the table is a mean over so many test images
@@ -28,20 +29,20 @@ MOST_HEADS, MOST_DEPTHS = 6, 6  # in a picture
 def tokens(options: dict[str, Any]) -> None:
     """What the layers read: chosen query patches and the patches that they selected, by depth and head."""
     K = parse_whole_number("K", options["K"], 1) if "K" in options else None
-    rebuilt, folder = read_run(options)
-    expose_attention(rebuilt, options["checkpoint"])
-    grid = token_grid(rebuilt.model.backbone)
+    loaded, folder = read_run(options)
+    expose_attention(loaded, options["checkpoint"])
+    grid = token_grid(loaded.model.backbone)
     if grid is None:
         raise BadOption("checkpoint", "must be a model that tells its grid of patches", options["checkpoint"])
-    picked = pick_image(rebuilt, options["image"])
-    label, probability = prediction_of(rebuilt, picked.x)
+    picked = pick_image(loaded, options["image"])
+    label, probability = prediction_of(loaded, picked.x)
     picked = dataclasses.replace(picked, title=f"{picked.title}, predicted {label} ({probability:.0%})")
-    pixels = pixels_of(rebuilt.data, picked.x)
+    pixels = pixels_of(loaded.data, picked.x)
     queries = parse_queries(options["queries"], grid) if "queries" in options else choose_queries(pixels, grid)
-    depths = depths_of(rebuilt, grid, picked.x, K)
+    depths = depths_of(loaded, grid, picked.x, K)
     heads = parse_heads(options["head"], depths) if "head" in options else list(range(min(d.heads for d in depths)))[:MOST_HEADS]
     columns = [round(c) for c in np.linspace(0, len(depths) - 1, min(len(depths), MOST_DEPTHS))]
-    here, over = Locality(grid), locality_of_test(rebuilt, grid, K)
+    here, over = Locality(grid), locality_of_test(loaded, grid, K)
     here.add(depths)
 
     make_folder(folder)
@@ -49,7 +50,7 @@ def tokens(options: dict[str, Any]) -> None:
     draw_tokens(path, pixels=pixels, title=picked.title, grid=grid, depths=depths, columns=columns, queries=queries, heads=heads)
     text = _table(picked, depths, here, over, columns, heads)
     path.with_suffix(".txt").write_text(text + "\n")
-    checkpoint.write_json(path.with_suffix(".json"), _record(picked, grid, depths, queries, here, over, rebuilt.config))
+    store.write_json(path.with_suffix(".json"), _record(picked, grid, depths, queries, here, over, loaded.config))
     print(f"{text}\n\nwritten to {path}, and beside it as .txt and .json")
 
 
@@ -80,19 +81,19 @@ def parse_heads(text: str, depths: list[Depth]) -> list[int]:
 # ---------------------------------------------------------------- what the layers read
 
 
-def expose_attention(rebuilt: Rebuilt, named: str) -> None:
+def expose_attention(loaded: Loaded, named: str) -> None:
     """Every attention of the model as one of our layers: timm's own are swapped for the same in place, weights and all."""
-    backbone = rebuilt.model.backbone
+    backbone = loaded.model.backbone
     found = find_attention(backbone)
     if not found:
-        raise BadOption("checkpoint", f"must be a model with attention between tokens, and {rebuilt.config.model} has none", named)
+        raise BadOption("checkpoint", f"must be a model with attention between tokens, and {loaded.config.model.model} has none", named)
     foreign = [i for i, module in enumerate(found.values()) if not isinstance(module, TokenMixer)]
     if foreign:
         try:
             swap_attention(backbone, "Attention", blocks=foreign)
         except BadOption as error:
             raise BadOption("checkpoint", f"must be a model whose attention can be seen: {error.rule}", named) from None
-        say(f"{rebuilt.config.model}: its attention is seen through the layer Attention, with the same weights")
+        say(f"{loaded.config.model.model}: its attention is seen through the layer Attention, with the same weights")
 
 
 def token_grid(backbone: nn.Module) -> Grid | None:
@@ -118,22 +119,22 @@ def look(model: nn.Module, x: Tensor) -> list[tuple[Any, Tensor, Tensor]]:
     return [(layer, q, k) for layer, (q, k, *_), _ in notes]
 
 
-def depths_of(rebuilt: Rebuilt, grid: Grid, x: Tensor, K: int | None) -> list[Depth]:
+def depths_of(loaded: Loaded, grid: Grid, x: Tensor, K: int | None) -> list[Depth]:
     """What each depth read of one image."""
-    seen = look(rebuilt.model, x)
+    seen = look(loaded.model, x)
     fits = bool(seen) and all(q.shape == k.shape and (len(q), q.shape[2]) == (1, grid.tokens) for _, q, k in seen)
     if not fits:
         counts = ", ".join(dict.fromkeys(str(q.shape[2]) for _, q, _ in seen)) or "none: no layer called its mix"
         rule = f"must be a model whose layers all see the patches of one grid, {grid.height} x {grid.width} (tokens seen: {counts})"
-        raise BadOption("checkpoint", rule, rebuilt.config.model)
-    return [depth_of(layer, layer.reads(q, k), grid, K) for layer, q, k in seen]
+        raise BadOption("checkpoint", rule, loaded.config.model)
+    return [depth_of(layer, layer.attention_map(q, k), grid, K) for layer, q, k in seen]
 
 
-def locality_of_test(rebuilt: Rebuilt, grid: Grid, K: int | None) -> Locality:
+def locality_of_test(loaded: Loaded, grid: Grid, K: int | None) -> Locality:
     """Over test images, evenly spaced over the split."""
-    found, rows = Locality(grid), len(rebuilt.data.test)
+    found, rows = Locality(grid), len(loaded.data.test)
     for row in np.linspace(0, rows - 1, min(rows, TABLE_IMAGES)):
-        found.add(depths_of(rebuilt, grid, row_of(rebuilt, round(row)), K))
+        found.add(depths_of(loaded, grid, row_of(loaded, round(row)), K))
     return found
 
 
@@ -189,8 +190,8 @@ def _record(
 
     return {
         "image": picked.title,
-        "model": config.model,
-        "layer": config.layer,
+        "model": config.model.model,
+        "layer": config.layers.layer,
         "grid": [grid.height, grid.width],
         "prefix_tokens": grid.prefix,
         "images_in_mean": over.images,

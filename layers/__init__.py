@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -63,6 +64,12 @@ def pick_options(layer: str, options: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in options.items() if k in known}
 
 
+def unused_options(calls: Iterable[Call], names: Iterable[str]) -> list[str]:
+    """Those of `names` that none of the layers takes from its surroundings: it has no such option, or its call sets it."""
+    used = {name for call in calls for name in options_of(LAYERS[call.name]) if name not in call.options}
+    return [name for name in names if name not in used]
+
+
 def timm_layer(spec: str | Call, **options: Any) -> type[nn.Module]:
     """A class for timm: `timm.create_model("vit_tiny_patch16_224", attn_layer=timm_layer("KvtAttention", K=9))`."""
     call = parse_call(spec, "layer") if isinstance(spec, str) else spec
@@ -88,4 +95,5 @@ __all__ = [
     "build",
     "pick_options",
     "timm_layer",
+    "unused_options",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from models.mlp import TableMlp
-from models.registry import MODELS, ModelSpec, check_layers
+from models.registry import MODELS, ModelSpec
 from models.vit import VisionTransformer
 
 
@@ -18,4 +18,4 @@ def build(spec: ModelSpec) -> nn.Module:
     return MODELS[spec.name](spec)
 
 
-__all__ = ["MODELS", "ModelSpec", "TableMlp", "VisionTransformer", "build", "check_layers"]
+__all__ = ["MODELS", "ModelSpec", "TableMlp", "VisionTransformer", "build"]

@@ -7,7 +7,7 @@ from typing import Any
 import timm
 from torch import nn
 
-from models.registry import ModelSpec, check_layers
+from models.registry import ModelSpec
 from models.swap import swap_attention
 from models.weights import load_matching, read_shapes, tell_matches
 from utils import BadOption, did_you_mean, say, shortened
@@ -65,8 +65,6 @@ def timm_backbone(spec: ModelSpec) -> nn.Module:
     model.num_features = getattr(model, "head_hidden_size", None) or model.num_features  # some widen the features in their head
     if spec.layer != "Attention":
         swap_attention(model, spec.layer, **dict(spec.layer_options))
-    elif spec.layer_options:
-        check_layers(spec)
     trained_for = weights.get("pretrained_cfg_overlay", config).get("num_classes") if weights else None
     if isinstance(classifier, nn.Linear) and trained_for == spec.num_classes:  # otherwise timm has made a new one
         # Not a submodule: the head copies it, the backbone ends at the features.

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from layers import LAYERS
-from utils import BadOption, Registry, options_of, parse_pattern, say
+from utils import BadOption, Registry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +43,3 @@ class ModelSpec:
 
 
 MODELS: Registry[Callable[[ModelSpec], nn.Module]] = Registry("model", "model")
-
-
-def check_layers(spec: ModelSpec) -> None:
-    """Names the layer options that no chosen layer has, in one line: sweeps change the layer and keep the rest."""
-    calls = parse_pattern(spec.layer, spec.depth, "layer")
-    known = {option for call in calls for option in options_of(LAYERS[call.name])}
-    if unused := [f"--{option}" for option in spec.layer_options if option not in known]:
-        say(f"unused by {' and '.join(dict.fromkeys(c.name for c in calls))}: {', '.join(unused)}")

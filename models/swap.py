@@ -120,12 +120,11 @@ def _check_spec(calls: list[Call], options: dict[str, Any]) -> None:
     for name in [*options, *(name for call in calls for name in call.options)]:
         if name in SETTLED:
             raise BadOption(name, "cannot be given for a swap: the modules that it describes are kept from the model")
-    used = {name for call in calls for name in options_of(layers.LAYERS[call.name])}
     for name, value in options.items():
         if not any(name in options_of(layers.LAYERS[layer]) for layer in layers.LAYERS):
             check_options(calls[0].name, layers.LAYERS[calls[0].name], {name: value})  # raises, naming the nearest
-    if unused := [name for name in options if name not in used]:
-        say(f"unused by {' and '.join(dict.fromkeys(call.name for call in calls))}: {', '.join(unused)}")
+    if unused := layers.unused_options(calls, options):
+        say(f"ignored by {' and '.join(dict.fromkeys(call.name for call in calls))}: {', '.join(unused)}")
 
 
 # ---------------------------------------------------------------- what can be swapped

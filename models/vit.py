@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import layers
 from layers import TokenMixer
-from models.registry import MODELS, ModelSpec, check_layers
+from models.registry import MODELS, ModelSpec
 from models.weights import with_weights
 from utils import BadOption, parse_pattern
 
@@ -110,7 +110,6 @@ def _initialize(module: nn.Module) -> None:
 def paper_vit(spec: ModelSpec) -> nn.Module:
     """The ViT of the ConvNN paper: patch convolution + LayerNorm, class token, fixed sinusoidal positions, pre-norm blocks."""
     image_size = spec.image_size
-    check_layers(spec)
     calls = parse_pattern(spec.layer, spec.depth, "layer")
     options = {**spec.layer_options, "dropout": spec.dropout, "attention_dropout": spec.attention_dropout}
 

@@ -11,7 +11,9 @@ import torch
 import config as flags
 from classifiers.bank import Bank
 from classifiers.classifier import Classifier
+from classifiers.predictors import Predictor
 from config import Config
+from evaluation.baselines import calibrated_form, own_name
 from inputs.rows import Data
 from run.parts import build_model, choose_device, load_data, loader
 from run.plugin import load_plugin
@@ -40,6 +42,18 @@ class Loaded(NamedTuple):
         return same
 
 
+def calibrated_predictor(
+    model: Classifier, config: Config, stored: Mapping[str, torch.Tensor] | None, facts: Mapping[str, Any]
+) -> Predictor | None:
+    """The head's own predictor as it was calibrated; None where that was not done."""
+    if stored is None or facts["calibration"] == "none":
+        return None
+    found = calibrated_form(model.head, facts["calibration"])
+    start = f"calibrated.{own_name(model.head, config.head.head)}."
+    found.load_state_dict({name.removeprefix(start): value for name, value in stored.items() if name.startswith(start)})
+    return found
+
+
 def load(path: str, given: Mapping[str, Any]) -> Loaded:
     """The evaluated model of a run, a checkpoint folder or a file in it; `given` changes only what may change in a test."""
     source = checkpoint.find(path)
@@ -58,6 +72,7 @@ def load(path: str, given: Mapping[str, Any]) -> Loaded:
     except RuntimeError as error:  # a plugin that was edited since
         raise BadOption("checkpoint", f"does not fit the model that its configuration builds ({shortened(str(error), 120)})", path) from None
     banks = {name: Bank.unpack(tensors[name], facts[name]) for name in ("bank", "baseline_bank") if name in tensors}
+    model.calibrated = calibrated_predictor(model, config, tensors.get("predictors"), facts)
     loaded = Loaded(config, data, model, device, facts, banks.get("baseline_bank"), tensors.get("predictors"), run_of(source))
     # NOTE: where training stopped, the bank is the one that training voted with, of earlier weights.
     stale = "training" in facts and loaded.has_run_rows

@@ -15,7 +15,7 @@ from classifiers.embedder import unit
 from classifiers.neighbor_attention import NeighborAttention
 from classifiers.neighbor_heads import AttnKnnHead, NeighborHead
 from config import Config
-from evaluation.baselines import Predictors, alone, baseline_head, beside_features, beside_neighbors
+from evaluation.baselines import alone, baseline_head, beside_features, beside_neighbors
 from evaluation.continual import Growth
 from evaluation.evaluator import Evaluator, leave_one_out
 from inputs.batches import AnyBatches, Sets

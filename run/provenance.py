@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 
-
 def versions() -> dict[str, str]:
     from importlib import metadata
 

@@ -7,7 +7,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as main.py has it; read when 
 import pytest
 import torch
 
-from models import cost
+from evaluation import cost
 
 torch.set_num_threads(min(2, torch.get_num_threads()))
 

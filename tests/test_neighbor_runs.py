@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from experiments.building import complete, foreign_rows, load_data
+from experiments.run import rebuild, run
 
 from classifiers import HEADS, AttnKnnHead
 from config import Action
-from experiments.building import complete, foreign_rows, load_data
-from experiments.run import rebuild, run
 from inputs import store
 from tests.test_run import TINY, assert_same
 from train_eval import Diverged, Stopped

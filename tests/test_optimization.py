@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from classifiers.knn import NeighborHead
+from experiments.run import run
+from optimization import make_optimizer
 from torch import Tensor, nn
 
 from classifiers import HEADS, AttnKnnHead
-from classifiers.knn import NeighborHead
 from config import Action
-from experiments.run import run
 from inputs import store
-from optimization import make_optimizer
 from tests.test_run import TINY, assert_same
 from tests.test_train import CLASSES, batches, classifier, configured, state
 from train_eval import Classifier, Stopped, remember

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from experiments.run import run
 from PIL import Image
 
 from classifiers import HEADS, LinearHead
 from config import Action
-from experiments.run import run
 from inputs import store
 from train_eval import Diverged, Stopped
 from utils import BadOption

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from progress import Log, Tracker
 from torch import Tensor, nn
 
 from classifiers import Head, LinearHead, metrics
@@ -18,7 +19,6 @@ from config import Config, resolve
 from dataset import Data, Split
 from inputs.batches import Batches
 from inputs.rows import Batch
-from progress import Log, Tracker
 from train_eval import Classifier, Diverged, Place, Schedule, State, Stopped, better_than, evaluate, grouped, make_optimizer, train
 
 CPU = torch.device("cpu")

@@ -9,10 +9,10 @@ import random
 import signal
 
 import numpy as np
+import progress
 import pytest
 import torch
 
-import progress
 import utils
 from utils import (
     BadOption,

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-
 from classifiers.panel import Panel
 from classifiers.voters import NeighborVoter, Query, Questions
-from config import Action
 from experiments import measuring
 from experiments.measuring import Judge
 from experiments.run import Rebuilt, judge_of, rebuild, run
 from experiments.sets import Sets
+from torch import Tensor
+
+from config import Action
 from inputs import store
 from tests.test_run import TINY
 from train_eval import features_of

@@ -26,5 +26,5 @@ def test_list_names_every_part(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_list_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "layer"]) == 2
-    line = "error: --what must be one of layers, models, heads, datasets, all (did you mean 'layers'?), got 'layer'"
+    line = "error: WHAT must be one of layers, models, heads, datasets, all (did you mean 'layers'?), got 'layer'"
     assert capsys.readouterr().err.splitlines() == [line]

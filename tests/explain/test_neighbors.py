@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
-from torch import Tensor
-
 from classifiers.voters import Mixture, NeighborVoter, Query
 from experiments.measuring import Judge
 from experiments.run import Rebuilt, judge_of, rebuild
+from PIL import Image
+from torch import Tensor
+
 from explain.cases import Predictors, worth_a_bar
 from explain.neighbors import images_of, ranges, summary
 from explain.subject import pick_image
@@ -332,10 +332,3 @@ def test_rows_that_have_changed_are_refused(here: Path, capsys: pytest.CaptureFi
     capsys.readouterr()
     assert main(["explain", "--what", "neighbors", "--checkpoint", "run"]) == 2
     assert "--checkpoint needs the rows that the run was trained on, and the data set has changed since" in capsys.readouterr().err
-
-
-def test_help_names_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "--help"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "(--what neighbors)" in said
-    assert "--mistakes" in said

@@ -102,7 +102,7 @@ class HeadOptions:
     label_bias: bool = flag(False, "a bias by a neighbor's label")
     values: str = flag("labels", "what a neighbor contributes: its label, or TabR's label + difference", choices=("labels", "tabr"))
     prior: str = flag("learned", "share of the prior in the vote: by distance and entropy, or constant", choices=("learned", "constant"))
-    interpolation: float | None = flag(None, "share of the vote in its interpolation with linear (default: fitted)", rule=fraction(to_1=True))
+    interpolation: float | None = flag(None, "share of the vote, linear has the rest (default: fitted)", rule=fraction(to_1=True))
     index: str = flag("auto", "FAISS index: auto, flat, ip, hnsw, ivf, ivfpq, or a factory string")
     bank_cap: int | None = flag(None, "most rows that the bank holds", rule=at_least(1))
     bank_evict: str = flag("fifo", "which rows leave a full bank", choices=("fifo", "class-balanced"))

@@ -60,8 +60,8 @@ def train(context: typer.Context, **values: Any) -> None:
     for name in IGNORED:
         if values.pop(name) is not None:
             say(f"--{name}: ignored; older command lines have it, no layer uses it")
-    typed = flags.with_new_names({name: value for name, value in values.items() if value is not None})
-    given = {name: flags.parse(name, value) for name, value in typed.items()}
+    named = flags.with_new_names({name: value for name, value in values.items() if value is not None})
+    given = {name: flags.parse(name, value) for name, value in named.items()}
     actions = {f.name: given.pop(f.name) for f in dataclasses.fields(flags.Action) if f.name in given}
     if "test_only" in actions and "resume" in actions:
         raise BadOption("resume", "trains on: it does not go with --test_only, which names its run by --checkpoint", actions["resume"])

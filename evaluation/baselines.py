@@ -45,9 +45,9 @@ class Predictors(nn.Module):
         for name in self.names:
             self.calibrated[name] = calibrate(self.of(name, calibrated=True), retrieved, target, self.mode, seed)
 
-    def log_probs(self, retrieved: Retrieved, *, calibrated: bool) -> dict[str, Tensor]:
-        """Of each predictor, (N, C)."""
-        return {name: self.of(name, calibrated=calibrated).predict(retrieved) for name in self.names}
+    def log_probs(self, name: str, retrieved: Retrieved, *, calibrated: bool) -> Tensor:
+        """(N, C)"""
+        return self.of(name, calibrated=calibrated).predict(retrieved)
 
     def by_k(self, retrieved: Retrieved, ks: Sequence[int]) -> dict[int, dict[str, Tensor]]:
         """As trained, with the first k neighbors for each k, all from one search; no mean over several k."""
@@ -55,7 +55,7 @@ class Predictors(nn.Module):
         for name in single.names:
             if vote := single.of(name, calibrated=False).vote_part:
                 vote.ensemble = ()
-        return {k: single.log_probs(retrieved.nearest(k), calibrated=False) for k in ks}
+        return {k: {name: single.log_probs(name, retrieved.nearest(k), calibrated=False) for name in single.names} for k in ks}
 
 
 def averaged(views: Sequence[Tensor]) -> Tensor:

@@ -7,6 +7,7 @@ each view of a row, and everything else reads them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -106,8 +107,11 @@ class Evaluator:
 
     def log_probs(self, retrieved: Retrieved, *, calibrated: bool) -> dict[str, Tensor]:
         """Of the classifier and of each baseline, (N, C)."""
-        answer = {self.predictors.own: self.classifier.log_probs(retrieved, calibrated=calibrated)}
-        return {n: answer[n] if n in answer else self.predictors.of(n, calibrated=calibrated).predict(retrieved) for n in self.predictors.names}
+        found = {}
+        for name in self.predictors.names:
+            answers = self.classifier.log_probs if name == self.predictors.own else partial(self.predictors.log_probs, name)
+            found[name] = answers(retrieved, calibrated=calibrated)
+        return found
 
     def circumstances(self, retrieved: Retrieved) -> dict[str, Any]:
         """What the predictions rest on."""

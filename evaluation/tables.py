@@ -60,7 +60,7 @@ def table(results: dict[str, Any], written: Path) -> str:
         grown = results["continual"]
         both = " to ".join(f"{grown[when]['accuracy']:.2%} (NLL {grown[when]['nll']:.4f})" for when in ("before", "after"))
         sizes = f"{grown['bank_before']:,} to {grown['bank']:,} rows"
-        lines += ["", f"bank that test rows join, {grown['block']} at a time, after they were classified ({sizes}), {grown['predictor']}: {both}"]
+        lines += ["", f"bank that test rows join, {grown['block']} at a time, once classified ({sizes}), {grown['predictor']}: {both}"]
     return "\n".join([*lines, f"written to {written}"])
 
 
@@ -78,7 +78,7 @@ def predictors_table(found: dict[str, Any]) -> list[str]:
     lines += [f"{'':<{first}}" + f"{'accuracy':>9}{'NLL':>9}{'ECE':>8}  " * len(variants) + f"{'self left out':>16}"]
     for name, of_predictor in predictors.items():
         cells = ["".join(form.format(of_predictor[v][key]) for key, form in shown.items()) + "  " for v in variants]
-        left_out = f"{of_predictor['train_leave_one_out']:.2%}" if "train_leave_one_out" in of_predictor else "-"
+        left_out = format(of_predictor["train_leave_one_out"], ".2%") if "train_leave_one_out" in of_predictor else "-"
         lines.append(f"{name:<{first}}{''.join(cells)}{left_out:>16}")
     if by_k := found.get("by_k"):
         lines += ["", f"{'as trained, k =':<{first}}" + "".join(f"{k:>18}" for k in next(iter(by_k.values())))]
@@ -95,7 +95,8 @@ def remarks(results: dict[str, Any]) -> list[str]:
     if names := found["without_prior"]:
         lines.append(f"as trained, without a prior: {', '.join(names)} (with k neighbors of one class they give the other classes 0)")
     if found["trained_afterwards"]:
-        lines.append(f"{', '.join(found['trained_afterwards'])}: trained after the model was done, on rows of the bank, each left out of its neighbors")
+        names = ", ".join(found["trained_afterwards"])
+        lines.append(f"{names}: trained after the model was done, on rows of the bank, each left out of its own neighbors")
     if "vote_share" in found:
         lines.append(f"interpolation: {found['vote_share']:.2f} of the vote, {1 - found['vote_share']:.2f} of the linear head")
     if "neighbors" in found:

@@ -14,7 +14,7 @@ import copy
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -212,3 +212,11 @@ class FeatureBatches(AnyBatches):
         for rows in self.parts(epoch, start):
             index = torch.from_numpy(rows).to(self.device)
             yield Batch(self.views[view][index], self.target[index], index, embedded=True)
+
+
+class Sets(NamedTuple):
+    """The rows of a run."""
+
+    train: AnyBatches
+    val: AnyBatches | None
+    test: AnyBatches

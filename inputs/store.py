@@ -20,7 +20,8 @@ from torch import Tensor
 
 from utils import BadOption
 
-FORMAT = "neighbor attention checkpoint, version 1"
+FORMAT = "neighbor attention checkpoint, version 2"
+READABLE = (FORMAT, "neighbor attention checkpoint, version 1")  # the first had other names: training/older.py
 INDEX = "checkpoint.json"
 
 
@@ -105,7 +106,7 @@ def _read_index(folder: Path) -> dict[str, Any]:
         raise BadOption("checkpoint", f"must hold {INDEX} ({error.strerror})", str(folder)) from None
     except (ValueError, RecursionError):
         raise BadOption("checkpoint", f"is damaged: {INDEX} is not whole", str(folder)) from None
-    if not isinstance(index, dict) or index.get("format") != FORMAT:
+    if not isinstance(index, dict) or index.get("format") not in READABLE:
         raise BadOption("checkpoint", f"must be a '{FORMAT}'", str(folder))
     digest = index.pop("sha256", "")
     if digest != _digest(index):

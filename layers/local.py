@@ -68,7 +68,7 @@ class LocalAttention(TokenMixer):
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         b, _, n, _ = q.shape
-        self.windows.dropout.p = self.attn_drop.p  # not when it is made: a swap brings the model's dropout afterwards
+        self.windows.dropout.p = float(self.attn_drop.p)  # not when it is made: a swap brings the model's dropout afterwards
         self.windows.window_size = min(self.chosen["window"], n)  # one window holds them all: the same without the padding
         # NOTE without a mask the package lets tokens read the zeros with which it fills up the last window
         real = torch.ones(b, n, dtype=torch.bool, device=q.device)

@@ -105,7 +105,7 @@ def idle_layer_options(values: Mapping[str, Any]) -> dict[str, str]:
     """Options that no layer takes, or that every layer which has them sets in its call."""
     calls = [call for call, _ in parse_parts(values["layer"], "layer")]
     given = [name for name in flags.LAYER_OPTIONS if values[name] is not None]
-    return {name: f"--layer {values['layer']}" for name in layers.unused_options(calls, given)}
+    return dict.fromkeys(layers.unused_options(calls, given), f"--layer {values['layer']}")
 
 
 def default(names: Iterable[str]) -> dict[str, Any]:

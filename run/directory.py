@@ -50,12 +50,12 @@ def locked(folder: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def new_folder(config: Config, overwrite: bool) -> Iterator[Path]:
     """The directory of a run that begins, made and locked."""
-    if config.output_dir:
-        folder = Path(config.output_dir)
+    if config.output.output_dir:
+        folder = Path(config.output.output_dir)
     else:
-        prefix, colon, path = config.dataset.partition(":")
+        prefix, colon, path = config.data.dataset.partition(":")
         data = f"{prefix}-{Path(path).name}" if colon else prefix
-        words = f"{time.strftime('%Y%m%d-%H%M%S')}-{data}-{config.layer or config.model}"
+        words = f"{time.strftime('%Y%m%d-%H%M%S')}-{data}-{config.model.model if 'layer' in config.ignored else config.layers.layer}"
         base = Path("runs") / re.sub(r"[^0-9A-Za-z.=,-]+", "_", words).strip("_")[:100]
         folder = next(f for n in range(1, 10_000) if not (f := base if n == 1 else Path(f"{base}-{n}")).exists())
     try:

@@ -70,7 +70,8 @@ def load(path: str, given: Mapping[str, Any]) -> Loaded:
     try:
         model.load_state_dict(tensors.get("ema", tensors["model"]))
     except RuntimeError as error:  # a plugin that was edited since
-        raise BadOption("checkpoint", f"does not fit the model that its configuration builds ({shortened(str(error), 120)})", path) from None
+        rule = f"does not fit the model that its configuration builds ({shortened(error, 120)})"
+        raise BadOption("checkpoint", rule, path) from None
     banks = {name: Bank.unpack(tensors[name], facts[name]) for name in ("bank", "baseline_bank") if name in tensors}
     model.calibrated = calibrated_predictor(model, config, tensors.get("predictors"), facts)
     loaded = Loaded(config, data, model, device, facts, banks.get("baseline_bank"), tensors.get("predictors"), run_of(source))

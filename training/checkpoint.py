@@ -12,7 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from classifiers.bank import Bank
+from inputs import store
 from inputs.store import INDEX
+from training import older
 from utils import BadOption
 
 
@@ -34,7 +37,20 @@ def find(path: str | Path, prefer: str = "best", flag: str = "checkpoint") -> Pa
     raise BadOption(flag, f"must hold a checkpoint (checkpoints/{prefer}/{INDEX})", str(path))
 
 
+def load(folder: Path, *groups: str) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """The named groups of tensors (all, if none is named) and the facts, by the names that they have now; every byte is checked."""
+    return older.with_new_names(*store.load(folder, *(name for group in groups for name in (group, *older.names_of(group)))))
+
+
 # ---------------------------------------------------------------- what is not a named tensor
+
+
+def pack_bank(bank: Bank | None, name: str = "bank") -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """A bank as a group of tensors and a fact; nothing for a head without one."""
+    if bank is None:
+        return {}, {}
+    tensors, facts = bank.pack()
+    return {name: tensors}, {name: facts}
 
 
 def pack_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:

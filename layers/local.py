@@ -49,7 +49,7 @@ class LocalAttention(TokenMixer):
         if chosen["rotary"] and self.head_dim % 2:
             raise BadOption("rotary", f"turns pairs of channels: heads must be of even width, they are {self.head_dim} wide", True)
         self.chosen = chosen
-        self.windows = self._windows()
+        self.windows: Any = self._windows()
 
     def _windows(self) -> nn.Module:
         from local_attention import LocalAttention as Windows
@@ -68,7 +68,7 @@ class LocalAttention(TokenMixer):
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         b, _, n, _ = q.shape
-        self.windows.dropout.p = float(self.attn_drop.p)  # not when it is made: a swap brings the model's dropout afterwards
+        self.windows.dropout.p = self.attn_drop.p  # not when it is made: a swap brings the model's dropout afterwards
         self.windows.window_size = min(self.chosen["window"], n)  # one window holds them all: the same without the padding
         # NOTE without a mask the package lets tokens read the zeros with which it fills up the last window
         real = torch.ones(b, n, dtype=torch.bool, device=q.device)

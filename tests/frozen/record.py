@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -119,7 +120,15 @@ def plain(value: Any) -> Any:
 
 
 # What the parts of a result are called now.
-RENAMED: dict[str, str] = {}
+RENAMED = (
+    (r"/results/votes/voters/", "/results/predictors/scores/"),
+    (r"/results/votes/", "/results/predictors/"),
+    (r"/predictors/calibrate$", "/predictors/calibration"),
+    (r"/predictors/lambda$", "/predictors/vote_share"),
+    (r"/mixture(/|$)", r"/interpolation\1"),
+    (r"/(ood|continual)/voter$", r"/\1/predictor"),
+    (r"^(/explain-tokens/.*)/share$", r"\1/weight"),
+)
 
 
 def flat(value: Any, path: str = "") -> dict[str, Any]:
@@ -128,12 +137,21 @@ def flat(value: Any, path: str = "") -> dict[str, Any]:
         return {path: value}
     found: dict[str, Any] = {}
     for key, part in items:
-        found |= flat(part, f"{path}/{RENAMED.get(str(key), key)}")
+        found |= flat(part, f"{path}/{key}")
     return found
 
 
+def renamed(values: dict[str, Any]) -> dict[str, Any]:
+    def new(path: str) -> str:
+        for old, now in RENAMED:
+            path = re.sub(old, now, path)
+        return path
+
+    return {new(path): value for path, value in values.items()}
+
+
 def compare(before: Any, after: Any) -> int:
-    old, new = flat(before), flat(after)
+    old, new = renamed(flat(before)), flat(after)
     numbers = [key for key in old if isinstance(old[key], int | float)]
     wrong = [f"{key}: {old[key]!r} is now {new.get(key)!r}" for key in old if new.get(key) != old[key]]
     print("\n".join(wrong))

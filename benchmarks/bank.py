@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from classifiers.neighbor_heads import AttnKnnHead
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as main.py has it
 
@@ -29,7 +31,6 @@ from torch import Tensor
 
 from classifiers.bank import Bank, Neighbors
 from classifiers.index import load_faiss
-from classifiers.knn import AttnKnnHead
 from utils import keep_memory
 
 DIM, K, CLASSES, QUERIES, THREADS, HEADS = 256, 16, 10, 512, 2, 4
@@ -88,7 +89,7 @@ def search_and_vote(rows: int, rounds: int) -> None:
     def vote(ids: Tensor) -> Tensor:
         """What the head does with embeddings: search, attention, class means, prior."""
         near = head.neighbors(x[ids], K, ids)
-        log_probs: Tensor = head.voter(head.query(x[ids], x[ids], near, ids))
+        log_probs: Tensor = head.predictor(head.query(x[ids], x[ids], near, ids))
         return log_probs
 
     taken = interleaved(

@@ -14,17 +14,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from run.complete import complete
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as main.py has it
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from experiments.building import batches, build, complete
 
 import dataset
 from inputs.batches import Batches
-from train_eval import State
 from utils import keep_memory
 
 CPU = torch.device("cpu")

@@ -8,21 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from config import (
-    FIELDS,
-    FREE_IN_RESUME,
-    FREE_IN_TEST,
-    PRESETS,
-    Action,
-    Config,
-    check,
-    free_in_test,
-    kind_of,
-    patch_size_for,
-    read_yaml,
-    resolve,
-    to_yaml,
-)
+from config import FIELDS, FREE_IN_RESUME, FREE_IN_TEST, Action, Config, check, free_in_test, kind_of, read_yaml, to_yaml
+from run.presets import patch_size_for
 from utils import BadOption
 
 CIFAR, DIGITS, ROWS = (3, 32, 32), (1, 8, 8), (13,)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from config import read_yaml, resolve
+from config import read_yaml
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -23,11 +23,9 @@ from classifiers.metrics import (
     brier,
     classwise_calibration_error,
     confusion_matrix,
-    detailed,
     equal_mass_calibration_error,
     expected_calibration_error,
     f1_macro,
-    metrics,
     topk_accuracy,
 )
 

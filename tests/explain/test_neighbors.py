@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from classifiers.voters import Mixture, NeighborVoter, Query
-from experiments.measuring import Judge
-from experiments.run import Rebuilt, judge_of, rebuild
 from PIL import Image
 from torch import Tensor
 
+from classifiers.predictors import Interpolation, Vote
 from explain.cases import Predictors, worth_a_bar
 from explain.neighbors import images_of, ranges, summary
 from explain.subject import pick_image
 from main import main
+from run.load import Loaded
+from run.prepare import prepare_loaded
 
 SMALL = ["--num_layers", "1", "--num_heads", "3", "--d_hidden", "15", "--d_mlp", "7", "--num_epochs", "2", "--batch_size", "16"]
 FAKE = ["--dataset", "fake(train=83, test=29, size=6, classes=5)", "--patch_size", "3", *SMALL, "--lr", "3e-3"]
@@ -26,7 +26,7 @@ RUNS = {
     "attn": [*FAKE, "--head", "attn-knn", "--embed_dim", "12", "--k_train", "7"],
     "mixed": [*FAKE, "--head", "linear+knn", "--vote", "distance", "--k_train", "7"],
     "linear": FAKE,
-    "without": [*FAKE, "--no-compare_votes"],
+    "without": [*FAKE, "--no-baselines"],
     "table": ["--dataset", "iris", "--num_epochs", "1", "--head", "knn", "--vote", "uniform", "--k_eval", "3"],
 }
 
@@ -57,14 +57,14 @@ def explained(run: Path, *words: str, name: str = "0") -> dict[str, Any]:
     return found
 
 
-def known(run: Path) -> tuple[Rebuilt, Judge]:
-    again = rebuild(str(run), {})
+def known(run: Path) -> tuple[Loaded, Judge]:
+    again = load_run(str(run), {})
     again.model.eval()
-    return again, judge_of(again, run)
+    return again, prepare_loaded(again, run)
 
 
 @torch.no_grad()
-def features(again: Rebuilt, part: str) -> Tensor:
+def features(again: Loaded, part: str) -> Tensor:
     """Pixels normalized by hand, through the backbone."""
     mean, std = (torch.tensor(again.data.fitted[k]).view(1, -1, 1, 1) for k in ("mean", "std"))
     x: Tensor = again.model.backbone((torch.from_numpy(getattr(again.data, part).x) / 255 - mean) / std)
@@ -72,7 +72,7 @@ def features(again: Rebuilt, part: str) -> Tensor:
 
 
 @torch.no_grad()
-def brute_force(predictor: NeighborVoter, again: Rebuilt, embed: Any, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def brute_force(predictor: Vote, again: Loaded, embed: Any, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Rows, labels, squared distances in float64, weights and vote of the k nearest training rows of each test row."""
     train, test = embed(features(again, "train")), embed(features(again, "test"))
     distance = (test.double()[:, None] - train.double()[None]).square().sum(2)  # (test, train)
@@ -86,7 +86,7 @@ def brute_force(predictor: NeighborVoter, again: Rebuilt, embed: Any, k: int) ->
 
 
 @torch.no_grad()
-def class_cosines(again: Rebuilt) -> Tensor:
+def class_cosines(again: Loaded) -> Tensor:
     """Of each test row with the mean training embedding of each class."""
     train, test = (again.model.head.embed(features(again, part)) for part in ("train", "test"))
     y = torch.from_numpy(again.data.train.y)
@@ -94,12 +94,12 @@ def class_cosines(again: Rebuilt) -> Tensor:
     return torch.nn.functional.cosine_similarity(test[:, None], means[None], dim=2)
 
 
-def sharpened(predictor: NeighborVoter, vote: Tensor) -> Tensor:
-    power = vote.clamp_min(1e-20) ** predictor.log_sharpness.exp()
+def sharpened(predictor: Vote, vote: Tensor) -> Tensor:
+    power = vote.clamp_min(1e-20) ** predictor.log_vote_temperature.exp()
     return power / power.sum(1, keepdim=True)
 
 
-def check_neighbors(case: dict[str, Any], i: int, again: Rebuilt, found: tuple[Tensor, ...]) -> None:
+def check_neighbors(case: dict[str, Any], i: int, again: Loaded, found: tuple[Tensor, ...]) -> None:
     index, label, distance, weight, vote = (part[i] for part in found)
     names, near = again.data.classes, case["neighbors"]
     at = {row: place for place, row in enumerate(index.tolist())}
@@ -118,7 +118,7 @@ def check_neighbors(case: dict[str, Any], i: int, again: Rebuilt, found: tuple[T
     assert case["votes"]["uniform"] == pytest.approx(fraction, abs=1e-6)
 
 
-def check_mistakes(record: dict[str, Any], again: Rebuilt, probs: Tensor, count: int) -> None:
+def check_mistakes(record: dict[str, Any], again: Loaded, probs: Tensor, count: int) -> None:
     """The wrong rows, the most confident first; their number, and the accuracy."""
     wrong = [i for i in range(len(probs)) if int(probs[i].argmax()) != again.data.test.y[i]]
     wrong.sort(key=lambda i: -float(probs[i].max()))
@@ -164,7 +164,7 @@ def test_a_mixture(runs: Path) -> None:
     again, judge = known(runs / "mixed")
     record = explained(runs / "mixed", "--image", "5", "--mistakes", "2", name="5")
     mixture: Any = judge.panel.calibrated["mixture"].eval()
-    assert isinstance(mixture, Mixture)
+    assert isinstance(mixture, Interpolation)
     found = brute_force(mixture.knn, again, again.model.head.embed, 7)
     check_neighbors(record["query"], 5, again, found)
     assert list(record["query"]["votes"]) == ["distance", "uniform", "linear", "prediction"]

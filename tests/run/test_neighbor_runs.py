@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from experiments.building import complete, foreign_rows, load_data
-from experiments.run import rebuild, run
 
 from classifiers import HEADS, AttnKnnHead
 from config import Action
 from inputs import store
+from run.complete import complete
+from run.parts import foreign_rows, load_data
+from run.run import run
 from tests.test_run import TINY, assert_same
-from train_eval import Diverged, Stopped
-from utils import BadOption
+from utils import BadOption, Diverged, Stopped
 
 SMALL: dict[str, Any] = {**TINY, "head": "attn-knn", "embed_dim": 8, "k_train": 5, "num_epochs": 3}
 
@@ -91,8 +91,8 @@ def test_features_are_computed_once(tmp_path: Path, capsys: pytest.CaptureFixtur
     second = run({**given, "output_dir": str(tmp_path / "b"), "lr": 1e-3}, Action())
     assert "through the frozen backbone" not in capsys.readouterr().err
     assert first["test"] != second["test"]
-    before = rebuild(str(tmp_path / "a"), {}).model.backbone.state_dict()
-    after = rebuild(str(tmp_path / "b"), {}).model.backbone.state_dict()
+    before = load_run(str(tmp_path / "a"), {}).model.backbone.state_dict()
+    after = load_run(str(tmp_path / "b"), {}).model.backbone.state_dict()
     assert all(torch.equal(before[k], after[k]) for k in before)
     # Another backbone, or damage, and they are computed anew.
     for entry in (tmp_path / "cache").glob("test-*/features-*"):
@@ -253,11 +253,11 @@ def test_rows_of_another_set_are_tested_with_the_calibration_of_the_run(finished
 
 
 def test_votes_are_compared_when_asked_for_later(tmp_path: Path) -> None:
-    run({**TINY, "num_epochs": 1, "compare_votes": False, "output_dir": str(tmp_path / "run")}, Action())
+    run({**TINY, "num_epochs": 1, "baselines": False, "output_dir": str(tmp_path / "run")}, Action())
     assert "votes" not in json.loads((tmp_path / "run" / "results.json").read_text())
     test_only = Action(test_only=True, checkpoint=str(tmp_path / "run"))
     assert "votes" not in run({}, test_only)
-    assert list(run({"compare_votes": True}, test_only)["votes"]["voters"]) == ["linear", "uniform", "distance", "attention"]
+    assert list(run({"baselines": True}, test_only)["votes"]["voters"]) == ["linear", "uniform", "distance", "attention"]
 
 
 def test_what_is_said_again_changes_nothing(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_foreign_tables_keep_their_units(tmp_path: Path) -> None:
         ({"tta": 2, "dataset": "iris", "augment": False}, "tta needs images"),
         ({"head": "linear", "k_eval": "500"}, "k_eval must be at most the number of rows in the bank"),
         ({"head": "linear", "k_eval": "a,b"}, "k_eval must be whole numbers"),
-        ({"head": "linear", "compare_votes": False, "continual": True}, "continual needs a bank"),
+        ({"head": "linear", "baselines": False, "continual": True}, "continual needs a bank"),
         ({"calibrate": "head", "val_fraction": 0.0}, "calibrate needs validation rows"),
         ({"contrastive_margin": 1.5}, "contrastive_margin must be between -1 and 1"),
         ({"bank_cap": 2, "k_train": 1}, "bank_cap must be at least the number of classes \\(3\\), got 2"),

@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from experiments import run as module
 
 from config import Action
-from experiments import run as module
-from experiments.reporting import table
-from experiments.run import run
+from run.run import run
 from tests.test_run import TINY
-from train_eval import Stopped
-from utils import BadOption
+from utils import BadOption, Stopped
 
 OTHER = "fake(train=50, test=17, size=8, classes=3)"
 pytestmark = pytest.mark.usefixtures("without_a_stopwatch")
@@ -46,8 +44,8 @@ def test_a_confidence_fitted_for_another_k_is_not_used_on_other_rows(
 
 def test_votes_asked_for_on_other_rows_are_compared(tmp_path: Path) -> None:
     plain = tmp_path / "plain"
-    run({**TINY, "num_epochs": 1, "compare_votes": False, "output_dir": str(plain)}, Action())
-    given = {"dataset": OTHER, "compare_votes": True, "ood": OTHER, "continual": True}
+    run({**TINY, "num_epochs": 1, "baselines": False, "output_dir": str(plain)}, Action())
+    given = {"dataset": OTHER, "baselines": True, "ood": OTHER, "continual": True}
     results = evaluated(plain, tmp_path, **given)
     assert list(results["votes"]["voters"]) == ["linear", "uniform", "distance", "attention"]
     assert results["ood"]["auroc_distance"] == 0.5  # the same rows

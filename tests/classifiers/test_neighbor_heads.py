@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from classifiers import HEADS, Bank
 from classifiers.class_means import ClassMeans
-from classifiers.knn import AttnKnnHead, KnnHead, LinearAttnKnnHead, LinearKnnHead, NeighborHead
-from classifiers.voters import Mixture
-from classifiers.votes import VOTES, log_probabilities
+from classifiers.neighbor_heads import AttnKnnHead, KnnHead, LinearAttnKnnHead, LinearKnnHead, NeighborHead
+from classifiers.predictors import Interpolation
+from classifiers.weights import WEIGHTS, log_probabilities
 from utils import BadOption
 
 B, F_, D, C, N, K = 7, 13, 12, 5, 31, 6
@@ -76,8 +76,8 @@ def test_leaving_oneself_out_changes_the_accuracy() -> None:
     """Classes that alternate along a line: with itself in the list every row is right, without it every row is wrong."""
     head = on_a_line([0, 1] * 10)
     ids, labels = bank_of(head).ids, bank_of(head).labels
-    out = torch.cat([head.voter(q) for q in head.without_themselves(ids).blocks()]).argmax(1)
-    kept = torch.cat([head.voter(q) for q in head.ask(bank_of(head).embeddings).blocks()]).argmax(1)
+    out = torch.cat([head.predictor(q) for q in head.without_themselves(ids).blocks()]).argmax(1)
+    kept = torch.cat([head.predictor(q) for q in head.ask(bank_of(head).embeddings).blocks()]).argmax(1)
     assert (kept == labels).all()
     assert not (out == labels).any()
 
@@ -194,7 +194,7 @@ def test_confidence_is_not_trained() -> None:
     head = make("linear+attn-knn")
     frozen = {name for name, p in head.named_parameters() if not p.requires_grad}
     temperatures = {f"voter{part}.log_temperature" for part in ("", ".linear", ".knn")}
-    assert frozen == temperatures | {"voter.knn.log_sharpness", "voter.share_logit"}
+    assert frozen == temperatures | {"voter.knn.log_vote_temperature", "voter.share_logit"}
 
 
 def test_not_a_number_is_the_loops_business() -> None:
@@ -210,44 +210,44 @@ def test_not_a_number_is_the_loops_business() -> None:
 @pytest.mark.parametrize("kind", [LinearKnnHead, LinearAttnKnnHead])
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_a_mixture_is_the_weighted_mean(kind: Any, share: float) -> None:
-    head = with_bank(kind(F_, C, embed_dim=D, k_train=K, mix_lambda=share)).eval()
+    head = with_bank(kind(F_, C, embed_dim=D, k_train=K, interpolation=share)).eval()
     features = torch.randn(B, F_)
-    assert isinstance(head.voter, Mixture)
+    assert isinstance(head.predictor, Interpolation)
     query = next(head.ask(features).blocks())
-    expected = share * head.voter.knn(query).exp() + (1 - share) * head.voter.linear(query).exp()
+    expected = share * head.predictor.knn(query).exp() + (1 - share) * head.predictor.linear(query).exp()
     torch.testing.assert_close(head(features).exp(), expected, atol=2e-6, rtol=1e-5)
-    torch.testing.assert_close(head.linear(features), head.voter.linear(query))
+    torch.testing.assert_close(head.linear(features), head.predictor.linear(query))
 
 
 def test_an_ensemble_is_the_mean_over_k() -> None:
     features = torch.randn(B, F_)
     several = make("knn", vote="distance", k_ensemble="2,3,6").eval()
-    several.voter.prior = None
+    several.predictor.prior = None
     singles = []
     for k in (2, 3, 6):
         one = make("knn", vote="distance", k_eval=k).eval()
-        one.voter.prior = None
+        one.predictor.prior = None
         singles.append(one(features).exp())
     torch.testing.assert_close(several(features), log_probabilities(torch.stack(singles).mean(0)), atol=1e-5, rtol=1e-5)
 
 
 def test_adaptive_k_trusts_one_neighbor_where_attention_does() -> None:
     head = make("knn", adaptive_k=True).eval()
-    head.voter.prior = None
+    head.predictor.prior = None
     weights = torch.tensor([[0.96, 0.01, 0.01, 0.01, 0.005, 0.005]])
-    head.voter.weigh = lambda *_: weights
+    head.predictor.weigh = lambda *_: weights
     query = next(head.ask(torch.randn(1, F_)).blocks())
-    assert head.voter.weights(query)[0].count_nonzero() == 2  # exp(entropy) is 1.26
+    assert head.predictor.weights(query)[0].count_nonzero() == 2  # exp(entropy) is 1.26
     uniform = torch.full((1, K), 1 / K)
-    head.voter.weigh = lambda *_: uniform
-    assert head.voter.weights(query)[0].count_nonzero() == K
+    head.predictor.weigh = lambda *_: uniform
+    assert head.predictor.weights(query)[0].count_nonzero() == K
 
 
 def test_tabr_values_train_and_vote() -> None:
     head = make("attn-knn", values="tabr", k_ensemble="2,6")
     features = torch.randn(B, F_, requires_grad=True)
     head.loss(features, torch.arange(B) % C, torch.arange(B))["knn_nll"].backward()
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in head.voter.values.parameters())
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in head.predictor.values.parameters())
     probs = head.eval()(features).exp()
     torch.testing.assert_close(probs.sum(1), torch.ones(B))
 
@@ -330,7 +330,7 @@ def test_a_vote_that_gives_no_weights_is_named(weigh: Any, rule: str, monkeypatc
         weights: Tensor = weigh(distance)
         return weights
 
-    monkeypatch.setitem(VOTES._parts, "mine", mine)
+    monkeypatch.setitem(WEIGHTS._parts, "mine", mine)
     head = make("knn", vote="mine").eval()
     with pytest.raises(BadOption, match=f"^vote mine {rule}$"):
         head(torch.randn(7, F_))

@@ -10,18 +10,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from classifiers.panel import Panel
-from classifiers.voters import NeighborVoter, Query, Questions
 from experiments import measuring
-from experiments.measuring import Judge
-from experiments.run import Rebuilt, judge_of, rebuild, run
-from experiments.sets import Sets
 from torch import Tensor
 
+from classifiers.predictors import Vote
+from classifiers.retrieved import Retrieved
 from config import Action
+from evaluation.baselines import Predictors
 from inputs import store
+from inputs.batches import Sets
+from run.load import Loaded
+from run.parts import features_of
+from run.prepare import prepare_loaded
+from run.run import run
 from tests.test_run import TINY
-from train_eval import features_of
 
 pytestmark = pytest.mark.usefixtures("without_a_stopwatch")
 LEAST = np.finfo(np.float32).eps  # what a vote without a prior says of a class that no neighbor has
@@ -34,14 +36,14 @@ def options(head: str) -> dict[str, Any]:
 
 
 class Finished(NamedTuple):
-    again: Rebuilt
+    again: Loaded
     judge: Judge
     sets: Sets
 
 
 def opened(folder: Path, **given: Any) -> Finished:
-    again = rebuild(str(folder), given)
-    judge = judge_of(again, folder)
+    again = load_run(str(folder), given)
+    judge = prepare_loaded(again, folder)
     return Finished(again, judge, judge.sets)
 
 
@@ -83,7 +85,7 @@ def assert_scores(found: dict[str, float], probs: np.ndarray, target: np.ndarray
 
 
 class Fit(NamedTuple):
-    questions: Questions
+    questions: Retrieved
     target: Tensor
     mode: str
 
@@ -93,17 +95,17 @@ def fits(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Fit], list[Fit]]:
     """Every fit of a confidence, and of an attention to the bank's own rows; they are done as ever."""
     confidence: list[Fit] = []
     attention: list[Fit] = []
-    calibrate, train_attention = Panel.calibrate, measuring.train_attention
+    calibrate, train_attention = Predictors.calibrate, measuring.train_attention
 
-    def watched(panel: Panel, questions: Questions, target: Tensor, seed: int) -> None:
+    def watched(panel: Predictors, questions: Retrieved, target: Tensor, seed: int) -> None:
         confidence.append(Fit(questions, target, panel.mode))
         calibrate(panel, questions, target, seed)
 
-    def trained(voter: NeighborVoter, questions: Questions, target: Tensor, seed: int) -> None:
+    def trained(voter: Vote, questions: Retrieved, target: Tensor, seed: int) -> None:
         attention.append(Fit(questions, target, "attention"))
         train_attention(voter, questions, target, seed)
 
-    monkeypatch.setattr(Panel, "calibrate", watched)
+    monkeypatch.setattr(Predictors, "calibrate", watched)
     monkeypatch.setattr(measuring, "train_attention", trained)
     return confidence, attention
 
@@ -129,7 +131,7 @@ def test_an_attention_over_a_bank_is_trained_on_training_rows_that_are_not_their
     fits: tuple[list[Fit], list[Fit]], tmp_path: Path
 ) -> None:
     run({**options("linear"), "output_dir": str(tmp_path / "run")}, Action())
-    again = rebuild(str(tmp_path / "run"), {})
+    again = load_run(str(tmp_path / "run"), {})
     (fit,) = fits[1]
     assert torch.equal(fit.target, torch.from_numpy(again.data.train.y))
     assert torch.equal(fit.questions.embedding.double(), torch.from_numpy(stored_bank(tmp_path / "run")[0]))
@@ -262,7 +264,7 @@ def test_adaptive_attention_rests_on_the_heaviest_neighbors(tables: Tables, tmp_
     """Of the votes beside a head, the attention too; of its vote the rest (prior, temperature) is as without."""
     _, judge, sets = opened(tables.folder, k_eval="7", adaptive_k=True)
     voter = judge.panel.raw["attention"]
-    assert isinstance(voter, NeighborVoter)
+    assert isinstance(voter, Vote)
     voter.eval()
     questions = judge.ask(sets.test)
     query: Query = questions.at(slice(None))
@@ -276,7 +278,7 @@ def test_adaptive_attention_rests_on_the_heaviest_neighbors(tables: Tables, tmp_
         assert ((wanted > 0).sum(1) < 7).any()
         np.testing.assert_allclose(voter.weights(query), wanted, atol=1e-6)
         opinion = torch.from_numpy(counted(wanted, tables.labels[index], CLASSES)).float()
-        log_probs = voter.settle(opinion, query.facts)
+        log_probs = voter.log_probs(opinion, query.context)
     found = evaluated(tables.folder, tmp_path, k_eval="7", adaptive_k=True)["votes"]["voters"]["attention"]["raw"]
     assert found["nll"] == pytest.approx(-log_probs[torch.arange(len(index)), torch.from_numpy(tables.target)].mean().item(), rel=1e-5)
 

@@ -10,14 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from experiments import building
 
 import config as flags
 from config import Config
 from dataset import Data
-from experiments import building
-from experiments.building import check_evaluation, check_same, complete, foreign_rows, load_data, with_absolute_paths
-from experiments.sets import sets_of
-from train_eval import order_in_bank
+from run.checks import check_evaluation
+from run.complete import complete
+from run.parts import foreign_rows, load_data
+from run.saved import check_same, with_absolute_paths
+from training.bank import order_in_bank
 from utils import BadOption
 
 FAKE = "fake(train=97, test=31, size=8, classes=3)"
@@ -47,7 +49,7 @@ def unused(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
         ({"head": "linear+knn", "lr_attention": 0.1}, "--head linear+knn", "lr_attention"),
         ({"head": "linear", "lr_attention": 0.1, "lr_projection": 0.1}, "--head linear", "lr_projection lr_attention"),
         ({"head": "attn-knn", "criterion": "MSE"}, "--head attn-knn", "criterion"),
-        ({"head": "attn-knn", "compare_votes": False}, "--head attn-knn", "compare_votes"),
+        ({"head": "attn-knn", "baselines": False}, "--head attn-knn", "baselines"),
         ({"head": "attn-knn", "contrastive_weight": 0.0, "contrastive_temperature": 0.2, "hard_negatives": 1.0},
          "--contrastive_weight 0", "contrastive_temperature hard_negatives"),
         ({"head": "attn-knn", "contrastive_margin": 0.2}, "--contrastive_form temperature", "contrastive_margin"),
@@ -80,7 +82,7 @@ def test_what_has_no_effect_is_named_with_its_owner(
     [
         {"head": "attn-knn", "lr_projection": 0.1, "lr_attention": 0.1, "hard_negatives": 1.0, "bank_cap": 50, "bank_evict": "fifo"},
         {"head": "knn", "embed_dim": 8, "lr_projection": 0.1, "freeze_backbone": True, "contrastive_weight": 0.7, "feature_cache": "c"},
-        {"head": "linear", "compare_votes": False, "criterion": "MSE"},
+        {"head": "linear", "baselines": False, "criterion": "MSE"},
         {"head": "linear", "continual": True, "bank_cap": 50, "bank_evict": "class-balanced"},  # of the bank that grows
         {"head": "linear+knn", "criterion": "MSE", "vote": "distance"},
     ],

@@ -11,15 +11,19 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from progress import Log, Tracker
 from torch import Tensor, nn
 
-from classifiers import Head, LinearHead, metrics
-from config import Config, resolve
+from classifiers import Head, LinearHead
+from classifiers.classifier import Classifier
+from config import Config
 from dataset import Data, Split
 from inputs.batches import Batches
 from inputs.rows import Batch
-from train_eval import Classifier, Diverged, Place, Schedule, State, Stopped, better_than, evaluate, grouped, make_optimizer, train
+from train_eval import better_than, evaluate, grouped
+from training.optimizer import Schedule, make_optimizer
+from training.progress import Log, Tracker
+from training.state import Place
+from utils import Diverged, Stopped
 
 CPU = torch.device("cpu")
 FEATURES, CLASSES = 5, 3

@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from classifiers.knn import NeighborHead
-from experiments.run import run
-from optimization import make_optimizer
 from torch import Tensor, nn
 
 from classifiers import HEADS, AttnKnnHead
+from classifiers.classifier import Classifier
+from classifiers.neighbor_heads import NeighborHead
 from config import Action
 from inputs import store
+from run.run import run
 from tests.test_run import TINY, assert_same
 from tests.test_train import CLASSES, batches, classifier, configured, state
-from train_eval import Classifier, Stopped, remember
+from training.optimizer import make_optimizer
+from utils import Stopped
 
 pytestmark = pytest.mark.usefixtures("without_a_stopwatch")
 EMBEDDING: dict[str, Any] = {"embed_dim": 6, "k_train": 5}
@@ -90,7 +91,7 @@ def test_without_rates_of_their_own_all_parts_learn_at_lr() -> None:
 def test_what_only_calibration_fits_is_in_no_group() -> None:
     found = rates_of_each(made("linear+attn-knn"))
     held = {name for name in dict(made("linear+attn-knn").named_parameters()) if name not in found}
-    assert {name.rpartition(".")[2] for name in held} == {"log_temperature", "log_sharpness", "share_logit"}
+    assert {name.rpartition(".")[2] for name in held} == {"log_temperature", "log_vote_temperature", "share_logit"}
     assert not any(name.endswith("prior.share_logit") for name in held)  # the prior learns, the share of the mixture does not
 
 

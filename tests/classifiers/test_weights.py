@@ -10,17 +10,8 @@ import torch.nn.functional as F
 from sklearn.neighbors import KNeighborsClassifier
 
 from classifiers.bank import Bank
-from classifiers.votes import (
-    VOTES,
-    Prior,
-    adaptive,
-    inverse_distance,
-    log_probabilities,
-    probabilities,
-    probabilities_at,
-    softmax_cosine,
-    uniform,
-)
+from classifiers.prior import Prior
+from classifiers.weights import WEIGHTS, class_probabilities, heaviest, inverse_distance, log_probabilities, softmax_cosine, uniform
 from utils import BadOption
 
 B, K, D, C = 13, 11, 7, 5
@@ -39,15 +30,15 @@ def case(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch
 # ---------------------------------------------------------------- weights
 
 
-@pytest.mark.parametrize("vote", list(VOTES))
+@pytest.mark.parametrize("vote", list(WEIGHTS))
 def test_weights_sum_to_one_and_missing_neighbors_weigh_nothing(vote):
     query, neighbors, distance, labels, mask = case()
-    weights = VOTES[vote](query, neighbors, distance, labels, mask)
+    weights = WEIGHTS[vote](query, neighbors, distance, labels, mask)
     assert torch.allclose(weights.sum(1), mask.any(1).float(), atol=1e-6)
     assert (weights[~mask] == 0).all()
     nonsense = neighbors.masked_fill(~mask[..., None], torch.nan), distance.masked_fill(~mask, torch.inf), labels.masked_fill(~mask, -1)
-    assert (VOTES[vote](query, *nonsense, mask) == weights).all()
-    full = VOTES[vote](query, neighbors, distance, labels, None)
+    assert (WEIGHTS[vote](query, *nonsense, mask) == weights).all()
+    full = WEIGHTS[vote](query, neighbors, distance, labels, None)
     assert torch.allclose(full[0], weights[0])
     assert torch.allclose(full.sum(1), torch.ones(B))
 
@@ -61,7 +52,7 @@ def test_against_scikit_learn(vote, sklearn):
     bank = Bank(D, kind="flat")
     bank.add(rows, labels)
     found = bank.search(queries, K)
-    weights = VOTES[vote](queries, found.embedding, found.distance, found.label, found.mask)
+    weights = WEIGHTS[vote](queries, found.embedding, found.distance, found.label, found.mask)
     probs = probabilities(weights, found.label, C, found.mask)
     wanted = KNeighborsClassifier(K, weights=sklearn, algorithm="brute").fit(rows.double().numpy(), labels.numpy())
     error = (probs - torch.from_numpy(wanted.predict_proba(queries.double().numpy()))).abs()
@@ -87,13 +78,13 @@ def test_distance_vote_by_hand():
         assert mine == pytest.approx(other, abs=1e-6)
 
 
-@pytest.mark.parametrize("vote", list(VOTES))
+@pytest.mark.parametrize("vote", list(WEIGHTS))
 def test_gradients_are_finite_at_distance_zero(vote):
     query, neighbors, _, labels, mask = case()
     query.requires_grad_()
     neighbors = torch.where(torch.arange(K)[:, None] == 0, query[:, None], neighbors)
     distance = (query[:, None] - neighbors).square().sum(2)
-    probs = probabilities(VOTES[vote](query, neighbors, distance, labels, mask), labels, C, mask)
+    probs = probabilities(WEIGHTS[vote](query, neighbors, distance, labels, mask), labels, C, mask)
     F.nll_loss(log_probabilities(probs), labels[:, 0]).backward() if probs.requires_grad else None
     if vote != "uniform":
         assert query.grad is not None
@@ -102,7 +93,7 @@ def test_gradients_are_finite_at_distance_zero(vote):
 
 def test_an_unknown_vote():
     with pytest.raises(BadOption, match=r"vote must be one of uniform, .*\(did you mean 'uniform'\?\), got 'unifrom'"):
-        VOTES["unifrom"]
+        WEIGHTS["unifrom"]
 
 
 # ---------------------------------------------------------------- probabilities
@@ -125,7 +116,7 @@ def test_many_k_by_loops(masked, seed):
     weights = torch.rand(B, K, generator=torch.Generator().manual_seed(seed)).softmax(1)
     ks = [7, 1, 11, 3, 7]
     given = mask if masked else None
-    found = probabilities_at(weights, labels, C, ks, given)
+    found = class_probabilities(weights, labels, C, ks, given)
     assert found.shape == (5, B, C)
     assert torch.allclose(found.sum(2), torch.ones(5, B), atol=1e-6)
     for i, k in enumerate(ks):
@@ -141,13 +132,13 @@ def test_many_k_by_loops(masked, seed):
 def test_a_cut_softmax_is_renormalized():
     """Logits that are the same: 16 weights of 1/16. Cut at 8 they sum to a half; the probabilities to one."""
     weights, labels = torch.full((1, 16), 1 / 16), torch.arange(16)[None] % 2
-    assert probabilities_at(weights, labels, 2, [8], None)[0].tolist() == [[0.5, 0.5]]
+    assert class_probabilities(weights, labels, 2, [8], None)[0].tolist() == [[0.5, 0.5]]
 
 
 def test_weights_that_underflow():
     """A softmax may give the first k neighbors exactly nothing; they vote alike then."""
     weights, labels = torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0, 1, 2]])
-    found = probabilities_at(weights, labels, 3, [2, 3])
+    found = class_probabilities(weights, labels, 3, [2, 3])
     assert found[0, 0].tolist() == [0.5, 0.5, 0]
     assert found[1, 0].tolist() == pytest.approx([0, 0, 1], abs=1e-12)
 
@@ -156,7 +147,7 @@ def test_refusals():
     weights, labels = torch.ones(2, 3), torch.tensor([[0, 1, 2], [0, 0, 5]])
     for k in (0, 4):
         with pytest.raises(BadOption, match=rf"k must be from 1 to the number of neighbors \(3\), got {k}"):
-            probabilities_at(weights, labels, 7, [2, k])
+            class_probabilities(weights, labels, 7, [2, k])
     with pytest.raises(BadOption, match="labels of neighbors must be from 0 to 4, got 5"):
         probabilities(weights, labels, 5)
     with pytest.raises(BadOption, match="share of the prior must be above 0 and below 1, got 0"):
@@ -171,11 +162,11 @@ def test_adaptive_k_by_hand():
     two = [0.0, 0.5, 0.0, 0.5]
     alike = [0.25, 0.25, 0.25, 0.25]
     skewed = [0.1, 0.7, 0.1, 0.1]  # exp(entropy) = 2.56: three of them, the nearer of the equal ones
-    found = adaptive(torch.tensor([sure, two, alike, skewed, [0.0] * 4]))
+    found = heaviest(torch.tensor([sure, two, alike, skewed, [0.0] * 4]))
     assert found.tolist() == [sure, two, alike, pytest.approx([1 / 9, 7 / 9, 1 / 9, 0]), [0.0] * 4]
-    masked = adaptive(torch.tensor([skewed]), torch.tensor([[True, False, True, True]]))
+    masked = heaviest(torch.tensor([skewed]), torch.tensor([[True, False, True, True]]))
     assert masked[0].tolist() == pytest.approx([1 / 3, 0, 1 / 3, 1 / 3])
-    least = adaptive(torch.tensor([[0.99, 0.004, 0.003, 0.003]]), smallest=3)
+    least = heaviest(torch.tensor([[0.99, 0.004, 0.003, 0.003]]), smallest=3)
     assert (least > 0).sum() == 3
 
 
@@ -184,7 +175,7 @@ def test_adaptive_k_by_hand():
 def test_adaptive_k_by_loops(seed, sharpness):
     *_, mask = case(seed)
     weights = (sharpness * torch.randn(B, K, generator=torch.Generator().manual_seed(seed))).softmax(1)
-    found = adaptive(weights, mask)
+    found = heaviest(weights, mask)
     for b in range(B):
         there = [j for j in range(K) if mask[b, j]]
         total = sum(weights[b, j].item() for j in there)

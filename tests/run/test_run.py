@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from experiments.run import run
 from PIL import Image
 
 from classifiers import HEADS, LinearHead
 from config import Action
 from inputs import store
-from train_eval import Diverged, Stopped
-from utils import BadOption
+from run.run import run
+from utils import BadOption, Diverged, Stopped
 
 ROOT = Path(__file__).parent.parent
 # Everything that could remember something: dropout, augmentation, MixUp, EMA, accumulation, warm-up, a last batch that is smaller.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from classifiers import bank as banks
 from config import Action
-from experiments.run import run
+from run.run import run
 from tests.experiments.test_measuring import EMBEDDED, evaluated, nearest, opened, stored_bank
 
 pytestmark = pytest.mark.usefixtures("without_a_stopwatch")

@@ -59,6 +59,8 @@ class TokenMixer(nn.Module):
         b, n, _ = x.shape
         q, k, v = self.qkv(x).reshape(b, n, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)  # each (B, H, N, D)
         out = self.mix(self.q_norm(q), self.k_norm(k), v)  # (B, H, N, D)
+        if not isinstance(out, Tensor) or out.shape != v.shape:
+            raise wrong_output(self, out, v.shape)
         return self.proj_drop(self.proj(self.norm(out.transpose(1, 2).reshape(b, n, -1))))
 
     def attention_map(self, q: Tensor, k: Tensor) -> Tensor:
@@ -93,6 +95,12 @@ def head_width(dim: int, num_heads: int, head_dim: int | None = None) -> int:
     if dim % num_heads:
         raise BadOption("d_hidden", f"must be divisible by num_heads ({num_heads})", dim)
     return dim // num_heads
+
+
+def wrong_output(layer: nn.Module, out: Any, wanted: tuple[int, ...]) -> BadOption:
+    """What to tell the author of a `mix` that did not return what the projection after it takes."""
+    returned = f"a tensor of {tuple(out.shape)}" if isinstance(out, Tensor) else f"{type(out).__name__}"
+    return BadOption("layer", f"{type(layer).__name__}: mix must return a tensor (B, H, N, D) of {tuple(wanted)}, and returned {returned}")
 
 
 def check_neighbors(K: int, tokens: int | None) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from layers import functional as L
@@ -95,12 +96,12 @@ class NeighborhoodAttention(MaskedAttention):
 
         self._check_dropout(self.attention_dropout)  # a swap brings the model's
         sides, p = self.window_shape(q.shape[2]), self.num_prefix_tokens
-        heads_last = [t.transpose(1, 2) for t in (q, k, v)]  # (B, N, H, D)
+        heads_last = [rearrange(t, "b h n d -> b n h d") for t in (q, k, v)]
         patches = [t[:, p:].unflatten(1, sides) for t in heads_last]  # (B, h, w, H, D) or (B, N, H, D)
         attend = natten.na1d if self.window_dims == 1 else natten.na2d
         read_by_all = {"additional_keys": heads_last[1][:, :p], "additional_values": heads_last[2][:, :p]} if p else {}
         out = attend(*patches, kernel_size=self.K, dilation=self.dilation, **read_by_all)
-        out = out.flatten(1, -3).transpose(1, 2)  # (B, H, patches, D)
+        out = rearrange(out, "b ... h d -> b h (...) d")  # (B, H, patches, D)
         return torch.cat([F.scaled_dot_product_attention(q[:, :, :p], k, v), out], 2) if p else out
 
     def extra_repr(self) -> str:

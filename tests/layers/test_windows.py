@@ -110,3 +110,14 @@ def test_natten_with_dropout_that_comes_later_is_refused_in_training() -> None:
     masked.load_state_dict(layer.state_dict())
     with torch.no_grad():
         assert_same(layer(tokens(dim=64)), masked(tokens(dim=64)), 1e-5)
+
+
+@pytest.mark.parametrize(("shape", "prefix"), [({}, 0), ({}, 2), ({"window_dims": 2, "dilation": 2}, 2)])
+def test_natten_equals_the_mask(shape: dict[str, Any], prefix: int) -> None:
+    pytest.importorskip("natten")
+    options: dict[str, Any] = {"K": 3, "grid": (7, 11), "num_prefix_tokens": prefix, **shape}
+    by_natten, masked = (NeighborhoodAttention(64, 2, backend=backend, **options).eval() for backend in ("natten", "mask"))
+    masked.load_state_dict(by_natten.state_dict())
+    x = tokens(n=77 + prefix, dim=64)
+    with torch.no_grad():
+        assert_same(by_natten(x), masked(x), 1e-5)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from layers.attention_map import attention_map
@@ -56,10 +57,11 @@ class TokenMixer(nn.Module):
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         if attn_mask is not None or is_causal:
             raise ValueError(f"{type(self).__name__} chooses its own neighbors and takes no attention mask")
-        b, n, _ = x.shape
-        q, k, v = self.qkv(x).reshape(b, n, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)  # each (B, H, N, D)
+        q, k, v = rearrange(self.qkv(x), "b n (three h d) -> three b h n d", three=3, h=self.num_heads)
         out = self.mix(self.q_norm(q), self.k_norm(k), v)  # (B, H, N, D)
-        return self.proj_drop(self.proj(self.norm(out.transpose(1, 2).reshape(b, n, -1))))
+        if not isinstance(out, Tensor) or out.shape != v.shape:
+            raise wrong_output(self, out, v.shape)
+        return self.proj_drop(self.proj(self.norm(rearrange(out, "b h n d -> b n (h d)"))))
 
     def attention_map(self, q: Tensor, k: Tensor) -> Tensor:
         """How much each token (row) reads of each other (column), in eval(): (B, H, N, N). `mix` tells: no layer has to."""
@@ -93,6 +95,12 @@ def head_width(dim: int, num_heads: int, head_dim: int | None = None) -> int:
     if dim % num_heads:
         raise BadOption("d_hidden", f"must be divisible by num_heads ({num_heads})", dim)
     return dim // num_heads
+
+
+def wrong_output(layer: nn.Module, out: Any, wanted: tuple[int, ...]) -> BadOption:
+    """What to tell the author of a `mix` that did not return what the projection after it takes."""
+    returned = f"a tensor of {tuple(out.shape)}" if isinstance(out, Tensor) else f"{type(out).__name__}"
+    return BadOption("layer", f"{type(layer).__name__}: mix must return a tensor (B, H, N, D) of {tuple(wanted)}, and returned {returned}")
 
 
 def check_neighbors(K: int, tokens: int | None) -> None:

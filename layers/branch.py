@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from layers.base import count_tokens, head_width
@@ -70,8 +71,8 @@ class BranchConv(Branch):
     def mix_rest(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self._check_kernel(v.shape[2])
         assert self.conv1d is not None
-        out = self.conv1d(v.flatten(0, 1).transpose(1, 2))  # (B * H, rest_dim, N)
-        return out.transpose(1, 2).unflatten(0, v.shape[:2])
+        out = self.conv1d(rearrange(v, "b h n d -> (b h) d n"))
+        return rearrange(out, "(b h) d n -> b h n d", h=self.num_heads)
 
 
 def channels_for_convnn(branch_ratio: float, width: int, num_heads: int) -> int:

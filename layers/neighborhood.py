@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from layers import functional as L
@@ -47,6 +48,7 @@ class NeighborhoodAttention(MaskedAttention):
         if window_dims == 2 and prefix == "sequence" and num_prefix_tokens:
             raise BadOption("prefix", "must be global with window_dims 2: class and register tokens have no place on the grid", prefix)
         self.K, self.window_dims, self.dilation, self.backend, self.grid = K, window_dims, dilation, backend, grid
+        self._check_dropout(self.attn_drop.p)
         self.prefix, self.num_prefix_tokens = prefix, num_prefix_tokens if prefix == "global" else 0
         if grid is not None:
             self.window_shape(grid[0] * grid[1] + num_prefix_tokens)
@@ -75,6 +77,10 @@ class NeighborhoodAttention(MaskedAttention):
             mask = (windows[0][:, None, :, None] & windows[1][None, :, None, :]).reshape(sides[0] * sides[1], -1)
         return L.open_to_prefix(mask, self.num_prefix_tokens)
 
+    def _check_dropout(self, p: float) -> None:
+        if self.backend == "natten" and p > 0:
+            raise BadOption("backend", f"must be auto or mask with attention dropout ({p}): NATTEN drops no weights", self.backend)
+
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.backend == "natten" or (self.backend == "auto" and q.is_cuda and self.natten_takes_it()):
             return self.mix_natten(q, k, v)
@@ -88,13 +94,14 @@ class NeighborhoodAttention(MaskedAttention):
     def mix_natten(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         import natten
 
+        self._check_dropout(self.attention_dropout)  # a swap brings the model's
         sides, p = self.window_shape(q.shape[2]), self.num_prefix_tokens
-        heads_last = [t.transpose(1, 2) for t in (q, k, v)]  # (B, N, H, D)
+        heads_last = [rearrange(t, "b h n d -> b n h d") for t in (q, k, v)]
         patches = [t[:, p:].unflatten(1, sides) for t in heads_last]  # (B, h, w, H, D) or (B, N, H, D)
         attend = natten.na1d if self.window_dims == 1 else natten.na2d
         read_by_all = {"additional_keys": heads_last[1][:, :p], "additional_values": heads_last[2][:, :p]} if p else {}
         out = attend(*patches, kernel_size=self.K, dilation=self.dilation, **read_by_all)
-        out = out.flatten(1, -3).transpose(1, 2)  # (B, H, patches, D)
+        out = rearrange(out, "b ... h d -> b h (...) d")  # (B, H, patches, D)
         return torch.cat([F.scaled_dot_product_attention(q[:, :, :p], k, v), out], 2) if p else out
 
     def extra_repr(self) -> str:

@@ -49,11 +49,11 @@ def swap_attention(model: nn.Module, layer_spec: str, *, blocks: Sequence[int] |
     """
     found = find_attention(model)
     if not found:
-        raise BadOption("layer", f"needs attention to replace, and {type(model).__name__} has none that can be told")
+        raise BadOption("layer", f"{layer_spec} needs attention to replace, and {type(model).__name__} has none that can be told")
     chosen = _choose(list(found), blocks)
     calls = parse_pattern(layer_spec, len(chosen), "layer")
     _check_spec(calls, options)
-    _refuse_what_is_not_plain(model, found, chosen)
+    _refuse_what_is_not_plain(model, found, dict(zip(chosen, calls, strict=True)))
 
     contexts = {path: token_context(model, path) for path in chosen}
     new = {id(found[path]): _convert(found[path], call, contexts[path], options) for path, call in zip(chosen, calls, strict=True)}
@@ -130,7 +130,7 @@ def _check_spec(calls: list[Call], options: dict[str, Any]) -> None:
 # ---------------------------------------------------------------- what can be swapped
 
 
-def _refuse_what_is_not_plain(model: nn.Module, found: dict[str, nn.Module], chosen: list[str]) -> None:
+def _refuse_what_is_not_plain(model: nn.Module, found: dict[str, nn.Module], chosen: dict[str, Call]) -> None:
     reasons = {path: why for path in chosen if (why := _why_not(model, path, found[path]))}
     if not reasons:
         return
@@ -138,7 +138,8 @@ def _refuse_what_is_not_plain(model: nn.Module, found: dict[str, nn.Module], cho
     more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""
     fit = [i for i, p in enumerate(found) if not _why_not(model, p, found[p])]
     advice = f"; blocks={fit} can be swapped" if fit else ""
-    raise BadOption("layer", f"cannot take the place of {path or 'the model itself'}{more}: it {why}; nothing was changed{advice}")
+    rule = f"{chosen[path].name} cannot take the place of {path or 'the model itself'}{more}: it {why}; nothing was changed{advice}"
+    raise BadOption("layer", rule)
 
 
 def _why_not(model: nn.Module, path: str, module: nn.Module) -> str:

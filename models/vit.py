@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 import layers
@@ -53,7 +54,7 @@ class VisionTransformer(nn.Module):
 
     def tokens(self, x: Tensor) -> Tensor:
         """The input of the first block: (B, 1 + h * w, dim)."""
-        patches = self.patch_norm(self.patch_embed(x).flatten(2).transpose(1, 2))  # (B, h * w, dim)
+        patches = self.patch_norm(rearrange(self.patch_embed(x), "b c h w -> b (h w) c"))
         cls = self.cls_token.expand(len(x), -1, -1)
         return self.pos_drop(torch.cat((cls, patches), 1) + self.pos_embed)
 

@@ -198,7 +198,7 @@ def test_attention_that_cannot_be_seen(here: Path, capsys: pytest.CaptureFixture
     capsys.readouterr()
     refuses(
         "explain --checkpoint bias",
-        "--checkpoint must be a model whose attention can be seen: cannot take the place of blocks.0.attn",
+        "--checkpoint must be a model whose attention can be seen: Attention cannot take the place of blocks.0.attn",
         capsys,
     )
     (here / "own.py").write_text(

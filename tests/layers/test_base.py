@@ -27,6 +27,42 @@ def test_projections_by_hand() -> None:
     assert layer(torch.tensor([[[5.0, 7.0]]])).tolist() == [[[14.0, 15.0]]]
 
 
+class Wrong(TokenMixer):
+    """Returns what a test wants."""
+
+    returned: Any = None
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return self.returned
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (torch.zeros(2, 5, 3, 11), "a tensor of (2, 5, 3, 11)"),  # heads after tokens
+        (torch.zeros(2, 5, 33), "a tensor of (2, 5, 33)"),
+        (torch.zeros(1, 3, 5, 11), "a tensor of (1, 3, 5, 11)"),
+        ((torch.zeros(2, 3, 5, 11), None), "tuple"),
+        (None, "NoneType"),
+    ],
+)
+def test_a_mix_that_returns_something_else(returned: Any, said: str) -> None:
+    layer = Wrong(33, 3)
+    layer.returned = returned
+    with pytest.raises(BadOption) as error:
+        layer(tokens(n=5, dim=33))
+    assert str(error.value) == f"layer Wrong: mix must return a tensor (B, H, N, D) of (2, 3, 5, 11), and returned {said}"
+
+
+def test_what_a_mix_raises_is_left_alone() -> None:
+    class Broken(TokenMixer):
+        def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            raise TypeError("of its own")
+
+    with pytest.raises(TypeError, match=r"^of its own$"):
+        Broken(33, 3)(tokens(n=5, dim=33))
+
+
 def test_state_dict_names_are_timms() -> None:
     def norm(width: int) -> nn.Module:
         return nn.LayerNorm(width)

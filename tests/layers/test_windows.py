@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from layers import NeighborhoodAttention, SparseAttention
 from layers import functional as L
@@ -88,3 +89,35 @@ def test_natten_is_left_to_cuda() -> None:
     assert not NeighborhoodAttention(DIM, 3, K=5).natten_takes_it()  # heads 22 wide
     assert not NeighborhoodAttention(64, 2, K=5, attention_dropout=0.1).natten_takes_it()
     layer(tokens(dim=64).requires_grad_()).sum().backward()
+
+
+def test_natten_with_dropout_is_refused() -> None:
+    rule = r"^backend must be auto or mask with attention dropout \(0.3\): NATTEN drops no weights, got 'natten'$"
+    with pytest.raises(BadOption, match=rule):
+        NeighborhoodAttention(64, 2, K=5, attention_dropout=0.3, backend="natten")
+    for backend in ("auto", "mask"):
+        NeighborhoodAttention(64, 2, K=5, attention_dropout=0.3, backend=backend)(tokens(dim=64))
+
+
+def test_natten_with_dropout_that_comes_later_is_refused_in_training() -> None:
+    pytest.importorskip("natten")
+    layer = NeighborhoodAttention(64, 2, K=5, backend="natten")
+    layer.attn_drop = nn.Dropout(0.3)
+    with pytest.raises(BadOption, match=r"^backend must be auto or mask with attention dropout \(0.3\)"), torch.no_grad():
+        layer(tokens(dim=64))
+    layer.eval()
+    masked = NeighborhoodAttention(64, 2, K=5, backend="mask").eval()
+    masked.load_state_dict(layer.state_dict())
+    with torch.no_grad():
+        assert_same(layer(tokens(dim=64)), masked(tokens(dim=64)), 1e-5)
+
+
+@pytest.mark.parametrize(("shape", "prefix"), [({}, 0), ({}, 2), ({"window_dims": 2, "dilation": 2}, 2)])
+def test_natten_equals_the_mask(shape: dict[str, Any], prefix: int) -> None:
+    pytest.importorskip("natten")
+    options: dict[str, Any] = {"K": 3, "grid": (7, 11), "num_prefix_tokens": prefix, **shape}
+    by_natten, masked = (NeighborhoodAttention(64, 2, backend=backend, **options).eval() for backend in ("natten", "mask"))
+    masked.load_state_dict(by_natten.state_dict())
+    x = tokens(n=77 + prefix, dim=64)
+    with torch.no_grad():
+        assert_same(by_natten(x), masked(x), 1e-5)

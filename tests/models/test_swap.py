@@ -323,7 +323,7 @@ def test_more_than_plain_attention_is_refused(name, path, reason):
     before = list(model.modules())
     with pytest.raises(BadOption) as error:
         swap_attention(model, "Attention")
-    assert str(error.value).startswith("layer ")
+    assert str(error.value).startswith("layer Attention ")
     assert path in str(error.value)
     assert reason in str(error.value)
     assert list(model.modules()) == before
@@ -387,8 +387,9 @@ def test_one_odd_block_stops_the_whole_swap(change, reason):
     model = vit()
     change(model)
     before = list(model.modules())
-    with pytest.raises(BadOption, match=rf"cannot take the place of blocks\.1\.attn: .*{reason}.*blocks=\[0\] can be swapped"):
-        swap_attention(model, "SwapTopK(K=4)")
+    rule = rf"^layer SwapTopK cannot take the place of blocks\.1\.attn: .*{reason}.*blocks=\[0\] can be swapped"
+    with pytest.raises(BadOption, match=rule):
+        swap_attention(model, "Attention,SwapTopK(K=4)")
     assert list(model.modules()) == before
     assert swap_attention(model, "SwapTopK(K=4)", blocks=[0]) == ["blocks.0.attn"]
 

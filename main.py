@@ -13,7 +13,7 @@ import typer
 from typer.models import OptionInfo
 
 import config as flags
-from utils import BadOption, Halt, parse_whole_number, say
+from utils import BadOption, Halt, parse_whole_number, say, shortened
 
 # Read when torch loads. Threads that wait by spinning for long are a little faster alone, and many times slower where another
 # process wants the cores too.
@@ -187,6 +187,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if hasattr(error, "format_message"):  # Typer could not read the command line
             return fail(error.format_message())
+        from run.plugin import plugin_frame
+
+        if where := plugin_frame(error):
+            return fail(f"plugin {where}: {type(error).__name__}: {shortened(error, 300)}", 1)
         raise
 
 

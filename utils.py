@@ -16,6 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -75,6 +76,15 @@ def shortened(text: object, most: int) -> str:
 def say(message: str) -> None:
     """What was chosen, and why: one line on standard error."""
     print(message, file=sys.stderr, flush=True)
+
+
+def wrong_return(method: Any, must: str, returned: Any) -> BadOption:
+    """What to tell the author of a part whose method returned something else: where it stands, what it must return and what it did."""
+    code = method.__func__.__code__
+    where = f"{Path(code.co_filename).name}, line {code.co_firstlineno}"
+    shape = getattr(returned, "shape", None)
+    got = f"{type(returned).__name__}" if shape is None else f"a tensor of {tuple(shape)}"
+    return BadOption(f"{type(method.__self__).__name__}.{method.__name__} ({where})", f"must return {must}, and returned {got}")
 
 
 # ---------------------------------------------------------------- checks of values

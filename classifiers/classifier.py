@@ -14,7 +14,7 @@ from classifiers.predictors import Predictor
 from classifiers.retrieved import Retrieved
 from inputs.batches import AnyBatches
 from inputs.rows import Batch
-from utils import Diverged
+from utils import Diverged, wrong_return
 
 
 class Classifier(nn.Module):
@@ -42,11 +42,17 @@ class Classifier(nn.Module):
         """Named terms, whose sum is minimized."""
         features = self.features(batch)
         with self.autocast(batch.x.device):
-            return {name: term.float() for name, term in self.head.loss(features, batch.target, batch.index).items()}
+            terms = self.head.loss(features, batch.target, batch.index)
+            if not isinstance(terms, dict) or not terms or not all(isinstance(t, Tensor) and t.ndim == 0 for t in terms.values()):
+                raise wrong_return(self.head.loss, 'a dict of named terms, each a tensor without axes: {"name": term}', terms)
+            return {name: term.float() for name, term in terms.items()}
 
     def forward(self, x: Tensor) -> Tensor:
         """Inputs to log-probabilities, as trained."""
-        return self.head(self.backbone(x))
+        log_probs = self.head(self.backbone(x))
+        if not isinstance(log_probs, Tensor) or log_probs.shape != (len(x), self.num_classes):
+            raise wrong_return(self.head.forward, f"log-probabilities (B, C), here {(len(x), self.num_classes)}", log_probs)
+        return log_probs
 
     # ------------------------------------------------ many rows, in evaluation
 

@@ -10,7 +10,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from layers.attention_map import attention_map
-from utils import BadOption, whole_number
+from utils import BadOption, whole_number, wrong_return
 
 
 class TokenMixer(nn.Module):
@@ -60,7 +60,7 @@ class TokenMixer(nn.Module):
         q, k, v = rearrange(self.qkv(x), "b n (three h d) -> three b h n d", three=3, h=self.num_heads)
         out = self.mix(self.q_norm(q), self.k_norm(k), v)  # (B, H, N, D)
         if not isinstance(out, Tensor) or out.shape != v.shape:
-            raise wrong_output(self, out, v.shape)
+            raise wrong_return(self.mix, f"a tensor (B, H, N, D), here {tuple(v.shape)}", out)
         return self.proj_drop(self.proj(self.norm(rearrange(out, "b h n d -> b n (h d)"))))
 
     def attention_map(self, q: Tensor, k: Tensor) -> Tensor:
@@ -95,12 +95,6 @@ def head_width(dim: int, num_heads: int, head_dim: int | None = None) -> int:
     if dim % num_heads:
         raise BadOption("d_hidden", f"must be divisible by num_heads ({num_heads})", dim)
     return dim // num_heads
-
-
-def wrong_output(layer: nn.Module, out: Any, wanted: tuple[int, ...]) -> BadOption:
-    """What to tell the author of a `mix` that did not return what the projection after it takes."""
-    returned = f"a tensor of {tuple(out.shape)}" if isinstance(out, Tensor) else f"{type(out).__name__}"
-    return BadOption("layer", f"{type(layer).__name__}: mix must return a tensor (B, H, N, D) of {tuple(wanted)}, and returned {returned}")
 
 
 def check_neighbors(K: int, tokens: int | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import time
@@ -11,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from config import Config
-from utils import BadOption
+from utils import BadOption, say
 
 RESULTS = "results.json"  # written last: a directory without it holds a run that did not finish
 
@@ -34,6 +33,12 @@ def check_writable(folder: Path, flag: str = "output_dir") -> None:
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[Path]:
     """One process writes a run; the lock goes with the process, however it ends."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        say("lock: this system has none for directories; let one process at a time write a run")
+        yield folder
+        return
     handle = os.open(folder, os.O_RDONLY)
     try:
         try:

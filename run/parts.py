@@ -145,7 +145,11 @@ def dry_run(model: Classifier, data: Data, config: Config, device: torch.device)
     model.eval()
     x = torch.zeros(1, *input_shape(config, data), device=device)
     if not model.head.wants_bank or model.head.bank is not None:
-        return cost.gflops(model, x)
+        gflops = cost.gflops(model, x)
+        with torch.no_grad(), torch.random.fork_rng():  # a loss may draw, and weights and order must not depend on this
+            number = torch.zeros(1, dtype=torch.long, device=device)
+            model.loss(Batch(x, number, number))
+        return gflops
     with torch.no_grad():
         dim = model.head.embed(model.backbone(x)).shape[1]
     check_kind(config.head.index, dim, rows_in_bank(config, data))

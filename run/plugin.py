@@ -10,13 +10,15 @@ from typing import Any
 
 from utils import BadOption
 
+PREFIX = "plugin_"  # of the names under which users' files are imported
+
 
 def load_plugin(path: str | None) -> None:
     """Imports a user's file, once, so that what it registers works by name."""
     if not path:
         return
     file = Path(path).resolve()
-    name = f"plugin_{re.sub(r'[^0-9A-Za-z]', '_', str(file))}"
+    name = f"{PREFIX}{re.sub(r'[^0-9A-Za-z]', '_', str(file))}"
     if name in sys.modules:
         return
     if not file.is_file():
@@ -37,6 +39,14 @@ def load_plugin(path: str | None) -> None:
         in_file = (f.tb_lineno for f in _frames(error) if f.tb_frame.f_code.co_filename == str(file))
         line = getattr(error, "lineno", None) or next(in_file, 0)
         raise BadOption("plugin", f"could not be imported ({type(error).__name__}: {error}, line {line})", path) from None
+
+
+def plugin_frame(error: BaseException) -> str:
+    """Where in a user's file an error was raised, or passed through last: "sharp.py, line 14, in mix"; "" if in none."""
+    ours = {getattr(module, "__file__", None) for name, module in sys.modules.items() if name.startswith(PREFIX)}
+    frames = (f for f in _frames(error) if f.tb_frame.f_code.co_filename in ours)
+    last = next(frames, None)
+    return f"{Path(last.tb_frame.f_code.co_filename).name}, line {last.tb_lineno}, in {last.tb_frame.f_code.co_name}" if last else ""
 
 
 def _frames(error: BaseException) -> list[Any]:

@@ -17,7 +17,7 @@ from explain.draw_tokens import draw_tokens
 from explain.selection import Depth, Grid, Locality, choose_queries, depth_of
 from explain.subject import Picked, Rebuilt, make_folder, pick_image, pixels_of, prediction_of, read_run, row_of
 from layers import TokenMixer
-from layers.reading import Note, noted
+from layers.attention_map import Note, noted
 from models.swap import find_attention, swap_attention, token_context
 from utils import BadOption, parse_whole_number, say
 
@@ -126,7 +126,7 @@ def depths_of(rebuilt: Rebuilt, grid: Grid, x: Tensor, K: int | None) -> list[De
         counts = ", ".join(dict.fromkeys(str(q.shape[2]) for _, q, _ in seen)) or "none: no layer called its mix"
         rule = f"must be a model whose layers all see the patches of one grid, {grid.height} x {grid.width} (tokens seen: {counts})"
         raise BadOption("checkpoint", rule, rebuilt.config.model)
-    return [depth_of(layer, layer.reads(q, k), grid, K) for layer, q, k in seen]
+    return [depth_of(layer, layer.attention_map(q, k), grid, K) for layer, q, k in seen]
 
 
 def locality_of_test(rebuilt: Rebuilt, grid: Grid, K: int | None) -> Locality:

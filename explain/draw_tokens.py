@@ -118,5 +118,5 @@ def _legend(figure: Figure, axes: Any, norm: PowerNorm, high: float, depths: Seq
     rest = [] if not grid.prefix else ["the class token"] if grid.prefix == 1 else [f"the {grid.prefix} class and register tokens"]
     rest += ["patches not shown"] if any(depths[c].cut for c in columns) else []
     lines = ["blue frame: the patch that reads", "colored: the patches that it reads, by attention weight"]
-    lines += ["percent: on the colored patches together" + (f"; the rest is on {' and '.join(rest)}" if rest else "")]
+    lines += ["percent: on the colored patches together", *([f"(the rest is on {' and '.join(rest)})"] if rest else [])]
     figure.text((left + 2.4) / figure.get_size_inches()[0], 0.4 / high, "\n".join(lines), fontsize=7.5, va="center")

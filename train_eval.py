@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Iterator
@@ -167,16 +168,20 @@ def remember(model: Classifier, rows: AnyBatches, use_amp: bool = False) -> None
     if not model.head.wants_bank:
         return
     model.eval()
-    parts = []
+    blocks = embedded(model, rows, use_amp)
+    first = next(blocks)  # tells the dimension
+    bank = Bank(first[1].shape[1], **model.head.bank_options)
+    ids = torch.arange(len(rows.target)) if bank.cap is None else order_in_bank(len(rows.target), rows.seed)
+    bank.refresh(rows.target.cpu()[ids], ids, itertools.chain([first], blocks))
+    model.head.refresh(bank)
+
+
+def embedded(model: Classifier, rows: AnyBatches, use_amp: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    """Row numbers (B,) and embeddings (B, D), a batch at a time."""
     for batch in rows.epoch():
         with autocast(rows.device, use_amp):
             features = model.features(batch)
-        parts.append(without_nan(model.head.embed(features.float())).float().cpu())
-    embeddings = torch.cat(parts)
-    bank = Bank(embeddings.shape[1], **model.head.bank_options)
-    ids = torch.arange(len(embeddings)) if bank.cap is None else order_in_bank(len(embeddings), rows.seed)
-    bank.add(embeddings[ids], rows.target.cpu()[ids], ids)
-    model.head.refresh(bank)
+        yield batch.index, without_nan(model.head.embed(features.float())).float()
 
 
 def order_in_bank(rows: int, seed: int) -> Tensor:
@@ -349,11 +354,11 @@ class State:
 
 
 def packed(bank: Bank | None, name: str = "bank") -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """A bank as a group of tensors and a fact of a checkpoint; nothing for a head without one."""
+    """A bank as a group of tensors of a checkpoint and what is written beside them; nothing for a head without one."""
     if bank is None:
         return {}, {}
-    tensors, facts = bank.pack()
-    return {name: tensors}, {name: facts}
+    tensors, rest = bank.pack()
+    return {name: tensors}, {name: rest}
 
 
 # ---------------------------------------------------------------- precision

@@ -1,8 +1,8 @@
 """The bank: embeddings, labels and a FAISS index; it answers "the k nearest, but not yourself".
 
 The flat kinds are exact. FAISS proposes a few rows more than asked for; their distances are computed anew, without cancellation,
-and a bound on FAISS's rounding tells for which queries no other row can belong among the k. Where it cannot tell (many equal
-distances, say) more rows are proposed. The other kinds are as good as their proposals; the order among those is exact too.
+and a bound on FAISS's rounding tells for which queries no other row can belong among the k. Where it cannot tell, more rows are
+proposed, by a scan in float64. The other kinds are as good as their proposals; the order among those is exact too.
 """
 
 from __future__ import annotations
@@ -12,37 +12,38 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import checkpoint
 from classifiers.index import (
     AUTO_FLAT_ROWS,
     BLOCK,
     MISSING,
     ROUNDING,
+    ROUNDING_64,
     Neighbors,
     Proposer,
     blocks,
     check_kind,
     checked_rows,
+    gathered,
     integers,
     kept,
-    load_faiss,
     rank,
     recipe,
     scan,
+    scan_in_float64,
+    slots_of,
     some_of,
     squared_lengths,
 )
 from utils import BadOption, one_of, say
 
 EVICTIONS = ("fifo", "class-balanced")
-FACTS = ("dim", "kind", "cap", "evict", "_next_id", "_next_birth")
+PACKED = ("dim", "kind", "cap", "evict", "_next_id", "_next_birth")  # beside the rows
 SLACK = 4  # rows proposed beyond those asked for
 PROPOSALS = 1 << 22  # of one FAISS call, at most: 48 MB
 
@@ -64,6 +65,10 @@ class Bank:
 
     The properties `embeddings`, `labels` and `ids` show what is there now: rows in no particular order once some were evicted.
     What was computed in inference mode may be added: the bank's own tensors, and what it returns, are ordinary ones.
+
+    Heads and evaluation store rows of length 1 (`classifiers.embedder.unit`). Other rows are found as exactly by the flat kinds. Where
+    rows lie closer together than float32 products can tell, far from the origin or because an embedder gives nearly the same for
+    all, queries are scanned a second time in float64.
     """
 
     def __init__(self, dim: int, *, kind: str = "auto", cap: int | None = None, evict: str = "fifo") -> None:
@@ -82,10 +87,7 @@ class Bank:
 
     def _forget(self) -> None:
         """Everything that is made of the rows."""
-        self._center: Tensor | None = None
-        self._shifted: Tensor | None = None  # rows minus center, where that is needed
-        self._lengths: Tensor | None = None  # squared, of what FAISS sees
-        self._centered_at = 0
+        self._lengths: Tensor | None = None  # squared
         self._proposer: Proposer | None = None
         self._sorted: tuple[Tensor, Tensor] | None = None
 
@@ -93,7 +95,7 @@ class Bank:
         return self._size
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and other processes: neither lock nor index, which is built anew."""
+        """For copies, of a head or of a bank that will grow, and other processes: neither lock nor index, which is built anew."""
         return {k: v for k, v in vars(self).items() if k not in ("_lock", "_proposer")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -113,7 +115,7 @@ class Bank:
         return self._ids[: self._size]
 
     def require_classes(self, num_classes: int) -> None:
-        """Every class must have a row: one without could never be voted for."""
+        """What a head demands of a bank to train with: a class without a row could never be voted for."""
         absent = [c for c, rows in enumerate(self.labels.bincount(minlength=num_classes).tolist()) if not rows]
         if absent:
             raise BadOption("bank", "must hold every class; it has no row of " + ", ".join(map(str, absent[:10])))
@@ -123,7 +125,7 @@ class Bank:
     @torch.inference_mode(False)
     @torch.no_grad()
     def add(self, embeddings: Any, labels: Any, ids: Any = None) -> Tensor:
-        """New rows, and who leaves if there are more than `cap`. Returns the ids."""
+        """New rows, and who leaves if there are more than `cap`: how evaluation lets a bank grow. Returns the ids."""
         rows, _ = checked_rows(embeddings, self.dim, "embeddings")
         labels = integers(labels, len(rows), "labels")
         with self._lock:
@@ -144,51 +146,37 @@ class Bank:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def replace(self, ids: Any, embeddings: Any, labels: Any = None) -> None:
-        """New embeddings (and labels) for rows that are there."""
-        rows, _ = checked_rows(embeddings, self.dim, "embeddings")
-        with self._lock:
-            ids = integers(ids, len(rows), "ids")
-            slots = self._slots(ids)
-            if (slots < 0).any() or len(ids.unique()) < len(ids):
-                raise BadOption("ids", "must be ids of rows in the bank, each once")
-            labels = self._labels[slots] if labels is None else integers(labels, len(rows), "labels").clone()
-            self._write(slots, rows.clone(), labels, ids.clone(), self._births[slots])  # the caller may hand in views of the bank
+    def refresh(self, labels: Any, ids: Any, blocks: Iterable[tuple[Any, Any]]) -> None:
+        """New content: rows `ids` with `labels`, as if all were added at once to an empty bank. Training makes its banks with this.
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def refresh(self, embeddings: Any | Iterable[Any], labels: Any = None) -> None:
-        """New embeddings for all rows, in the order of `ids`: one tensor, or blocks of rows as they are computed."""
-        blocks = [embeddings] if hasattr(embeddings, "shape") else embeddings
-        rows, done = torch.empty(self._size, self.dim), 0
-        for block in blocks:
-            checked, _ = checked_rows(block, self.dim, "embeddings")
-            if done + len(checked) <= len(rows):
-                rows[done : done + len(checked)] = checked
-            done += len(checked)
-        if done != len(rows):
-            raise BadOption("embeddings", f"must be as many as there are rows in the bank ({len(rows)})", done)
-        labels = (self.labels if labels is None else integers(labels, len(rows), "labels")).clone()
+        Their embeddings come in `blocks` (ids of the block, embeddings), in any order; those of rows that `cap` does not let stay are
+        dropped. What is in memory are the rows that stay and a block, never all blocks at once.
+        """
+        labels = integers(labels, len(labels), "labels")
+        ids = integers(ids, len(labels), "ids")
+        if len(ids.unique()) < len(ids):
+            raise BadOption("ids", "must differ: each row of the bank has an id of its own")
+        order = torch.arange(len(ids))
+        stays = order if self.cap is None or len(ids) <= self.cap else kept(labels, order, self.cap, self.evict).nonzero()[:, 0]
+        rows = gathered(blocks, ids[stays], self.dim)
         with self._lock:  # a search sees the old rows or the new ones
-            if len(rows) != self._size:
-                raise BadOption("embeddings", "must not be refreshed while rows are added")
-            self._rows, self._labels = rows, labels
-            self._ids, self._births = self.ids.clone(), self._births[: self._size].clone()
+            self._size, self._rows = len(stays), rows
+            self._labels, self._ids, self._births = labels[stays], ids[stays], self._next_birth + stays
+            self._next_birth += len(ids)
+            self._next_id = max(self._next_id, int(ids.max()) + 1) if len(ids) else self._next_id
             self._forget()
 
     def _write(self, slots: Tensor, rows: Tensor, labels: Tensor, ids: Tensor, births: Tensor) -> None:
         if not len(slots):
             return
         self._size = max(self._size, int(slots.max()) + 1)
-        for name in ("_rows", "_labels", "_ids", "_births", "_shifted", "_lengths"):
+        for name in ("_rows", "_labels", "_ids", "_births", "_lengths"):
             part = getattr(self, name)
             if part is not None and len(part) < self._size:
                 room = max(self._size, min(2 * len(part), self.cap or 2 * len(part)))  # doubled, so that growing stays linear
                 setattr(self, name, torch.cat([part, part.new_empty(room - len(part), *part.shape[1:])]))
         self._rows[slots], self._labels[slots], self._ids[slots], self._births[slots] = rows, labels, ids, births
         self._sorted = None
-        if self._shifted is not None and self._center is not None:
-            rows = self._shifted[slots] = rows - self._center
         if self._lengths is not None:
             self._lengths[slots] = squared_lengths(rows)
         if self._proposer is not None:
@@ -202,7 +190,7 @@ class Bank:
         """The k nearest rows of each query, without the rows whose ids `exclude` names: (B,) or (B, M), -1 for none."""
         device = queries.device if isinstance(queries, Tensor) else torch.device("cpu")
         with self._lock:
-            slots, distance = self._nearest(queries, k, exclude)
+            slots, distance = self._found(queries, k, exclude)
             mask, safe = slots >= 0, slots.clamp_min(0)
             embedding = F.embedding(safe, self._rows)  # (B, K, D)
             if not mask.all():
@@ -211,18 +199,8 @@ class Bank:
         return Neighbors(*(part.to(device) for part in (distance, index, label, embedding, mask)))
 
     @torch.inference_mode(False)
-    @torch.no_grad()
-    def table(self, k: int, *, block: int = 2048) -> tuple[Tensor, Tensor]:
-        """Distances and ids (rows, K) of the neighbors of every row, itself excluded, in the order of `ids`; no embeddings."""
-        with self._lock:
-            parts = [self._nearest(self._rows[at], k, self._ids[at]) for at in blocks(self._size, block)]
-            slots = torch.cat([slot for slot, _ in parts]) if parts else torch.empty(0, k, dtype=torch.long)
-            index = self._ids[slots.clamp_min(0)].masked_fill(slots < 0, MISSING)
-            return torch.cat([distance for _, distance in parts]) if parts else torch.empty(0, k), index
-
-    @torch.inference_mode(False)
     def take(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Embeddings (..., D), labels and mask of ids, as a table holds them; ids that have left the bank are masked."""
+        """Embeddings (..., D), labels and mask of ids found earlier, or excluded; ids that have left the bank are masked."""
         with self._lock:
             slots = self._slots(index.cpu())
             mask, safe = slots >= 0, slots.clamp_min(0)
@@ -232,13 +210,9 @@ class Bank:
     def _slots(self, ids: Tensor) -> Tensor:
         if self._sorted is None:
             self._sorted = self.ids.sort()
-        known, slot = self._sorted
-        if not len(known):
-            return torch.full_like(ids, MISSING)
-        place = torch.searchsorted(known, ids.contiguous()).clamp_max(len(known) - 1)
-        return slot[place].masked_fill(known[place] != ids, MISSING)
+        return slots_of(ids, self._sorted)
 
-    def _nearest(self, queries: Any, k: int, exclude: Any) -> tuple[Tensor, Tensor]:
+    def _found(self, queries: Any, k: int, exclude: Any) -> tuple[Tensor, Tensor]:
         """Slots (B, K), MISSING where there is none, and distances (B, K)."""
         rows, squared = checked_rows(queries, self.dim, "queries")
         if not 1 <= k <= self._size:
@@ -252,65 +226,46 @@ class Bank:
         return search(rows, squared, k, banned)
 
     def _prepare(self) -> None:
-        """Center and index, if the rows have changed enough to need them anew."""
-        if self._centered_at == 0 or self._size > 2 * self._centered_at:
-            # NOTE: far from the origin |q|^2 + |x|^2 - 2 q.x cancels to noise. Normalized embeddings are near it, and not copied.
-            some = self.embeddings[:: max(1, self._size // 10_000)].double()
-            mean = some.mean(0)
-            far = mean.square().sum() > 4 * (some - mean).square().sum(1).mean() and "L2norm" not in self.kind
-            if far or self._center is not None:
-                self._proposer = None  # it holds rows minus another center
-            self._center = mean.float() if far else None
-            self._shifted = self.embeddings - self._center if self._center is not None else None
-            self._lengths, self._centered_at = None, self._size
+        """The index, if the rows have changed enough to need another."""
         text = recipe(self.kind, self._size, self.dim)
         if text and (self._proposer is None or not self._proposer.serves(text, self._size)):
             if self.kind == "auto":
                 say(f"bank: {text} ({self._size:,} rows; flat below {AUTO_FLAT_ROWS:,})")
-            self._proposer = Proposer(text, self._base())
-
-    def _base(self) -> Tensor:
-        """What FAISS sees."""
-        return (self._rows if self._shifted is None else self._shifted)[: self._size]
+            self._proposer = Proposer(text, self.embeddings)
 
     def _exact(self, rows: Tensor, squared: Tensor, k: int, banned: Tensor) -> tuple[Tensor, Tensor]:
         if self._lengths is None:
-            self._lengths = squared_lengths(self._base())
+            self._lengths = squared_lengths(self.embeddings)
         inner, lengths = self.kind == "ip", self._lengths[: self._size]
-        seen, shift = rows, torch.zeros(len(rows), dtype=torch.float64)
-        if self._center is not None:
-            if inner:  # q.(x - c) = q.x - q.c: the same order
-                shift = rows.double() @ self._center.double()
-            else:
-                seen = rows - self._center
-                squared = seen.square().sum(1)
         slots, distance = torch.empty(len(rows), k, dtype=torch.long), torch.empty(len(rows), k)
-        work = [(torch.arange(len(rows)), min(self._size, k + banned.shape[1] + SLACK))]
+        work = [(torch.arange(len(rows)), min(self._size, k + banned.shape[1] + SLACK), ROUNDING)]
         while work:
-            todo, count = work.pop()
+            todo, count, rounding = work.pop()
             if len(todo) * count > PROPOSALS and len(todo) > 1:
-                work += [(half, count) for half in todo.chunk(2)]
+                work += [(half, count, rounding) for half in todo.chunk(2)]
                 continue
-            score, found = scan(some_of(seen, todo), self._base(), lengths, count, inner)
+            if rounding == ROUNDING:
+                score, found = scan(some_of(rows, todo), self.embeddings, lengths, count, inner)
+            else:
+                score, found = scan_in_float64(some_of(rows, todo), self.embeddings, count, inner)
             slots[todo], distance[todo], last = self._ranked(some_of(rows, todo), found, k, some_of(banned, todo))
             if count == self._size or not len(todo):
                 continue
-            # FAISS gave every other row a score no better than its last one; this is the least that their distance can be.
+            # The scan gave every other row a score no better than its last one; this is the least that their distance can be.
             worst, length = score[:, -1].double(), squared[todo].double()
-            if inner:  # rounding is below that of |q| |x|
-                bound = -worst - shift[todo] - (self.dim + 8) * ROUNDING * (length * lengths.max()).sqrt() - 1e-30
-            else:  # rounding is below C (|q|^2 + |x|^2), and |x|^2 is at most 2 |q|^2 + 2 |q - x|^2
-                unit = (2 * self.dim + 16) * ROUNDING
-                bound = (worst - 3 * unit * length - 1e-30) / (1 + 3 * unit)  # the third: that of `last`
+            if inner:  # rounding is below that of |q| |x|; `last` is in float64
+                bound = -worst - (self.dim + 8) * (rounding + ROUNDING_64) * (length * lengths.max()).sqrt() - 1e-30
+            else:  # rounding is below C (|q|^2 + |x|^2), and |x|^2 is at most 2 |q|^2 + 2 |q - x|^2; `last` is in float32
+                unit, of_last = (2 * self.dim + 16) * rounding, (2 * self.dim + 16) * ROUNDING
+                bound = (worst - 3 * unit * length - 1e-30) / (1 + 2 * unit + of_last)
             undecided = todo[~(last < bound)]
             if len(undecided):
-                work.append((undecided, min(self._size, 4 * count)))
+                work.append((undecided, min(self._size, 4 * count), ROUNDING_64))
         return slots, distance
 
     def _approximate(self, rows: Tensor, squared: Tensor, k: int, banned: Tensor) -> tuple[Tensor, Tensor]:
         assert self._proposer is not None
-        seen = rows if self._center is None else rows - self._center
-        found = self._proposer.propose(seen, min(self._size, 4 * k + banned.shape[1]), self._size)
+        found = self._proposer.propose(rows, min(self._size, 4 * k + banned.shape[1]), self._size)
         return self._ranked(rows, found, k, banned)[:2]
 
     def _ranked(self, rows: Tensor, found: Tensor, k: int, banned: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -333,7 +288,10 @@ class Bank:
 
     @torch.inference_mode(False)
     def sample(self, count: int) -> Bank:
-        """A bank of so many random rows, drawn by torch's generator; every row is looked at, whatever the kind."""
+        """A bank of so many random rows, drawn by torch's generator, for a head that trains with `neighbor_sample`.
+
+        Every row of it is looked at, whatever the kind.
+        """
         with self._lock:
             slots = torch.randperm(self._size)[:count]
             part = Bank(self.dim, kind="ip" if self.kind == "ip" else "flat")
@@ -342,58 +300,17 @@ class Bank:
 
     @torch.inference_mode(False)
     def pack(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Rows as tensors, and what JSON can hold of the rest."""
+        """For a checkpoint: rows as tensors, and what JSON can hold of the rest."""
         with self._lock:
             rows = {"embedding": self.embeddings, "label": self.labels, "id": self.ids, "birth": self._births[: self._size]}
             rows = {name: part.clone() for name, part in rows.items()}
-            return rows, {name: getattr(self, name) for name in FACTS} | {"shapes": {k: list(v.shape) for k, v in rows.items()}}
+            return rows, {name: getattr(self, name) for name in PACKED} | {"shapes": {k: list(v.shape) for k, v in rows.items()}}
 
     @classmethod
-    def unpack(cls, rows: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Bank:
-        if {name: list(part.shape) for name, part in rows.items()} != facts["shapes"]:
+    def unpack(cls, rows: Mapping[str, Tensor], packed: Mapping[str, Any]) -> Bank:
+        if {name: list(part.shape) for name, part in rows.items()} != packed["shapes"]:
             raise BadOption("bank", "must be whole: its rows are not those that it names")
-        bank = cls(facts["dim"], kind=facts["kind"], cap=facts["cap"], evict=facts["evict"])
+        bank = cls(packed["dim"], kind=packed["kind"], cap=packed["cap"], evict=packed["evict"])
         bank._rows, bank._labels, bank._ids, bank._births = (rows[name] for name in ("embedding", "label", "id", "birth"))
-        bank._size, bank._next_id, bank._next_birth = len(bank._rows), facts["_next_id"], facts["_next_birth"]
-        return bank
-
-    @torch.inference_mode(False)
-    def save(self, folder: Path, *, index: bool = False) -> None:
-        """Rows with their checksums; with `index`, the FAISS index beside them (else it is built anew)."""
-        with self._lock:
-            rows, facts = self.pack()
-            groups: dict[str, dict[str, Tensor]] = {"bank": rows}
-            if index and self._size:
-                self._prepare()
-            if index and self._proposer is not None:
-                content = torch.from_numpy(load_faiss().serialize_index(self._proposer.index))
-                center = torch.empty(0) if self._center is None else self._center
-                groups["index"] = {"faiss": content, "slot_of": self._proposer.slot_of, "center": center}
-                facts["index"] = [self._proposer.text, self._proposer.built, self._centered_at]
-            checkpoint.save(folder, groups, {"bank": facts})
-
-    @classmethod
-    def load(cls, folder: Path) -> Bank:
-        """A bank as it was saved. Every byte is checked; an index that fails is built anew, rows that fail are refused."""
-        try:
-            groups, everything = checkpoint.load(folder, "bank")
-        except BadOption as error:
-            raise BadOption("bank", error.rule, error.value) from None
-        facts = everything.get("bank")
-        if not isinstance(facts, dict):
-            raise BadOption("bank", "must be a folder that a bank was saved to", str(folder))
-        bank = cls.unpack(groups.get("bank", {}), facts)
-        if "index" in facts:
-            text, built, bank._centered_at = facts["index"]
-            try:
-                cached = checkpoint.load(folder, "index")[0]["index"]
-                index = load_faiss().deserialize_index(cached["faiss"].numpy())
-            except (BadOption, RuntimeError) as error:  # RuntimeError: of another version of FAISS
-                say(f"bank: the FAISS index is built anew: {error}")
-                bank._centered_at = 0
-                return bank
-            if len(cached["center"]):
-                bank._center = cached["center"]
-                bank._shifted = bank._rows - bank._center
-            bank._proposer = Proposer(text, bank._base(), index, cached["slot_of"], built)
+        bank._size, bank._next_id, bank._next_birth = len(bank._rows), packed["_next_id"], packed["_next_birth"]
         return bank

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +24,12 @@ AUTO_FLAT_ROWS, AUTO_HNSW_ROWS = 100_000, 1_000_000  # auto is flat below the fi
 SMALLEST_INDEX = 256  # rows, below which the named approximate kinds look at every row
 ENOUGH = 39  # rows for a centroid: FAISS warns below that
 BLOCK = 1 << 18  # numbers in a temporary of the ranking: they stay in the cache
-ROUNDING = 2.0**-24  # of float32
+SCORES = 1 << 21  # numbers in a temporary of a scan in float64: 16 MB
+ROUNDING, ROUNDING_64 = 2.0**-24, 2.0**-53  # of float32 and float64
+# The parts of a factory string that are learned by k-means: IVF8 and HNSW32_8+PQ4 have lists; PQ4 (of 8 bits), PQ4x5, RQ2x5, RQ1x6_2x4,
+# PRQ2x3x4 and IMI2x5 codes. OPQ4 learns 8 bits, whatever it is followed by. LSQ needs no k-means.
+LISTS = re.compile(r"(?:IVF|Residual(?!\d+x)|_(?=\d+\+PQ))(\d+)([kM]?)")
+CODES = re.compile(r"(OPQ|PQ|RQ|IMI|Residual(?=\d+x))(\d+(?:x\d+)*(?:_\d+x\d+)*)")
 
 
 @dataclass(frozen=True)
@@ -33,12 +41,6 @@ class Neighbors:
     label: Tensor  # (B, K)
     embedding: Tensor  # (B, K, D)
     mask: Tensor  # (B, K)
-
-    def top(self, k: int) -> Neighbors:
-        """The k nearest of them: for the exact kinds, what a search for k would have found."""
-        if not 1 <= k <= self.index.shape[1]:
-            raise BadOption("k", f"must be from 1 to the number of neighbors searched ({self.index.shape[1]})", k)
-        return Neighbors(*(part[:, :k] for part in (self.distance, self.index, self.label, self.embedding, self.mask)))
 
 
 # ---------------------------------------------------------------- pure functions
@@ -73,6 +75,32 @@ def integers(values: Any, count: int, what: str) -> Tensor:
     if count and numbers.min() < 0:
         raise BadOption(what, "must be at least 0", int(numbers.min()))
     return numbers.long()
+
+
+def slots_of(ids: Tensor, known: tuple[Tensor, Tensor]) -> Tensor:
+    """Where each id stands, from sorted ids and their slots; MISSING for one that is not among them."""
+    ordered, slots = known
+    if not len(ordered):
+        return torch.full_like(ids, MISSING)
+    place = torch.searchsorted(ordered, ids.contiguous()).clamp_max(len(ordered) - 1)
+    return slots[place].masked_fill(ordered[place] != ids, MISSING)
+
+
+def gathered(blocks: Iterable[tuple[Any, Any]], ids: Tensor, dim: int) -> Tensor:
+    """Rows in the order of `ids`, from blocks (ids, embeddings) in any order. What is not asked for is dropped."""
+    known = ids.sort()
+    rows, there = torch.empty(len(ids), dim), torch.zeros(len(ids), dtype=torch.bool)
+    for named, embeddings in blocks:
+        block, _ = checked_rows(embeddings, dim, "embeddings")
+        slots = slots_of(integers(named, len(block), "ids"), known)
+        wanted = slots != MISSING
+        slots = slots[wanted]
+        if there[slots].any() or len(slots.unique()) < len(slots):
+            raise BadOption("embeddings", "must come once for each row, but some came again")
+        rows[slots], there[slots] = block[wanted], True
+    if not there.all():
+        raise BadOption("embeddings", f"must come for all {len(ids)} rows", int(there.sum()))
+    return rows
 
 
 def blocks(count: int, size: int) -> Iterator[slice]:
@@ -170,6 +198,7 @@ def recipe(kind: str, rows: int, dim: int) -> str:
 
 
 _forks_are_safe = False
+_silence = threading.Lock()  # descriptor 2 is one for all threads
 
 
 def load_faiss() -> Any:
@@ -184,8 +213,30 @@ def load_faiss() -> Any:
             torch.set_num_threads(1)
 
         os.register_at_fork(after_in_child=in_child)
+        # A child must find descriptor 2 as it was, and the lock free.
+        os.register_at_fork(before=_silence.acquire, after_in_parent=_silence.release, after_in_child=_silence.release)
         _forks_are_safe = True
     return faiss
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Drops what C++ writes to stderr. That goes to file descriptor 2, whatever Python's sys.stderr is."""
+    with _silence:
+        with suppress(AttributeError, OSError, ValueError):  # there may be none, or it may be closed
+            sys.stderr.flush()
+        stderr = None
+        with suppress(OSError):  # closed: there is nothing to drop
+            stderr = os.dup(2)
+        try:
+            if stderr is not None:
+                with open(os.devnull, "wb") as nowhere:
+                    os.dup2(nowhere.fileno(), 2)
+            yield
+        finally:
+            if stderr is not None:
+                os.dup2(stderr, 2)
+                os.close(stderr)
 
 
 def pointers(*tensors: Tensor) -> list[Any]:
@@ -208,22 +259,34 @@ def scan(queries: Tensor, rows: Tensor, lengths: Tensor, count: int, inner: bool
     return found
 
 
+def scan_in_float64(queries: Tensor, rows: Tensor, count: int, inner: bool) -> tuple[Tensor, Tensor]:
+    """What `scan` gives, with the rounding of float64. It takes several times as long."""
+    found = []
+    for at in blocks(len(queries), SCORES // len(rows)):
+        some = queries[at].double()
+        scores = torch.empty(len(some), len(rows), dtype=torch.float64)  # (b, N)
+        for part in blocks(len(rows), SCORES // rows.shape[1]):
+            few = rows[part].double()
+            products = some @ few.T
+            scores[:, part] = products if inner else some.square().sum(1, keepdim=True) + few.square().sum(1) - 2 * products
+        found.append(scores.topk(count, 1, largest=inner))
+    return torch.cat([score for score, _ in found]), torch.cat([slots for _, slots in found])
+
+
 class Proposer:
     """An approximate FAISS index over the slots of a bank. A slot that is written again leaves a dead entry behind."""
 
-    def __init__(self, text: str, base: Tensor, index: Any = None, slot_of: Tensor | None = None, built: int = 0) -> None:
+    def __init__(self, text: str, rows: Tensor) -> None:
         faiss = load_faiss()
-        self.text, self.built = text, built or len(base)
-        self.slot_of = torch.empty(0, dtype=torch.long) if slot_of is None else slot_of  # of each entry; MISSING if it is dead
-        self.index = index
-        if index is None:
-            try:
-                self.index = faiss.index_factory(base.shape[1], text)
-                self.quiet = without_warnings(self.index)
-                self.index.train(base.numpy())
-                self.add(base, torch.arange(len(base)))
-            except RuntimeError as error:
-                raise BadOption("index", f"cannot be built over {len(base)} rows ({_reason(error)})", text) from None
+        self.text, self.trained_on = text, len(rows)
+        self.slot_of = torch.empty(0, dtype=torch.long)  # of each entry; MISSING if it is dead
+        try:
+            self.index = faiss.index_factory(rows.shape[1], text)
+            with silenced():  # it would print a line for each k-means over few rows, thousands of them; check_kind says it once
+                self.index.train(rows.numpy())
+                self.add(rows, torch.arange(len(rows)))
+        except RuntimeError as error:
+            raise BadOption("index", f"cannot be built over {len(rows)} rows ({_reason(error)})", text) from None
         self.lists = faiss.try_extract_index_ivf(self.index)
         self.graph = faiss.downcast_index(self.index) if text.startswith("HNSW") else None
 
@@ -235,7 +298,7 @@ class Proposer:
     def serves(self, text: str, live: int) -> bool:
         """Whether it can go on: same kind, few dead entries, trained on as much as half of what it holds."""
         same = text == self.text or (text[:3] == self.text[:3] == "IVF") or (text.startswith("PCAR") and self.text.startswith("PCAR"))
-        return same and len(self.slot_of) <= 1.25 * live and (live <= 2 * self.built or self.graph is not None)
+        return same and len(self.slot_of) <= 1.25 * live and (live <= 2 * self.trained_on or self.graph is not None)
 
     def propose(self, queries: Tensor, count: int, live: int) -> Tensor:
         """(B, M) slots, MISSING where the index found fewer."""
@@ -258,45 +321,14 @@ def _reason(error: Exception) -> str:
 # ---------------------------------------------------------------- what an index learns
 
 
-def clusterings(index: Any) -> Iterator[tuple[Any, int, str]]:
-    """What k-means finds in an index, and in those inside of it: its settings, how many centroids, and what these are.
-
-    NOTE: parts belong to the index that they are parts of. One whose owner is gone crashes.
-    """
-    faiss = load_faiss()
-    index = faiss.downcast_index(index) if isinstance(index, faiss.Index) else index
-    for at in range(index.chain.size()) if hasattr(index, "chain") else ():
-        step = faiss.downcast_VectorTransform(index.chain.at(at))
-        if isinstance(step, faiss.OPQMatrix) and step.pq is not None:
-            yield step.pq.cp, 1 << step.pq.nbits, "values of a code"
-    if hasattr(index, "nlist") and ord(index.quantizer_trains_alone) != 1:
-        yield index.cp, index.nlist, "lists"
-    elif hasattr(index, "nlist"):
-        yield from clusterings(index.quantizer)
-    for codes in (getattr(index, name) for name in ("pq", "refine_pq") if hasattr(index, name)):
-        yield codes.cp, 1 << codes.nbits, "values of a code"
-    if hasattr(index, "rq"):
-        yield index.rq.cp, 1 << int(max(faiss.vector_to_array(index.rq.nbits))), "values of a code"
-    for name in ("index", "base_index", "storage", "q1"):
-        if getattr(index, name, None) is not None:
-            yield from clusterings(getattr(index, name))
-
-
-def without_warnings(index: Any) -> list[Any]:
-    """FAISS would print a line for each k-means over few rows, thousands of them; check_kind says it once.
-
-    Returns what the index now points to, and does not keep alive.
-    """
-    faiss = load_faiss()
-    outer, made = faiss.downcast_index(index), []
-    for at in range(outer.chain.size()) if hasattr(outer, "chain") else ():
-        step = faiss.downcast_VectorTransform(outer.chain.at(at))
-        if isinstance(step, faiss.OPQMatrix) and step.pq is None:  # it would make one of its own, out of reach
-            made.append(faiss.ProductQuantizer(step.d_out, step.M, 8))
-            step.pq = made[-1]
-    for settings, _, _ in clusterings(index):
-        settings.min_points_per_centroid = 1
-    return made
+def centroids(text: str) -> list[tuple[int, str]]:
+    """How many centroids each k-means finds that a factory string asks for, and what these are: IVF8,PQ4x5 learns 8 lists and 32 values
+    of a code. Strings that FAISS refuses are not asked about."""
+    found = [(int(count) << {"": 0, "k": 10, "M": 20}[unit], "lists") for count, unit in LISTS.findall(text)]
+    for name, sizes in CODES.findall(text):
+        bits = [int(size.rpartition("x")[2]) for size in sizes.split("_")] if "x" in sizes and name != "OPQ" else [8]
+        found.append((1 << max(bits), "values of a code"))
+    return found
 
 
 def check_kind(kind: str, dim: int, rows: int | None = None) -> None:
@@ -307,14 +339,12 @@ def check_kind(kind: str, dim: int, rows: int | None = None) -> None:
     if not kind.strip():
         raise BadOption("index", rule, kind)
     try:
-        index = load_faiss().index_factory(dim, kind)
+        load_faiss().index_factory(dim, kind)
     except RuntimeError as error:
         raise BadOption("index", f"{rule}{did_you_mean(kind, KINDS)}; FAISS says: {_reason(error)}", kind) from None
     if rows is None:
         return
-    made = without_warnings(index)
-    counts = [(count, what) for _, count, what in clusterings(index)]
-    del made
+    counts = centroids(kind)
     most, what = max(counts, default=(1, ""))
     if any(count < 1 for count, _ in counts):
         raise BadOption("index", "must have at least one list", kind)

@@ -1,4 +1,4 @@
-"""What the bank costs on top of FAISS: time of a search and of a vote, memory of the neighbor table, and what each kind of index gives.
+"""What the bank costs on top of FAISS: time of a search and of a vote, memory while a bank is made, and what each kind of index gives.
 
     python benchmarks/bank.py            50,000 rows of 256 numbers, k = 16, 512 queries at a time, 2 threads
     python benchmarks/bank.py --quick    5,000 rows
@@ -149,45 +149,49 @@ def peak_of(call: Callable[[], object]) -> tuple[float, float]:
     return resident("VmHWM") - before, taken
 
 
-def memory(rows: int) -> None:
-    """In a process of its own, so that nothing else is in it."""
+def memory(rows: int, what: str) -> None:
+    """A bank made of embeddings that come a batch at a time, as a run makes it. In a process of its own, so that nothing else is in it."""
     load_faiss()
     x, labels = clustered(rows)
-    bank = Bank(DIM, kind="flat")
-    bank.add(x, labels)
+    ids = torch.arange(rows)
+    made: list[Bank] = []
 
-    def embedded() -> Iterator[Tensor]:
-        for start in range(0, rows, 2048):
-            yield F.normalize(x[start : start + 2048] + 0.01, dim=1)
+    def embedded() -> Iterator[tuple[Tensor, Tensor]]:
+        for part in ids.split(QUERIES):
+            yield part, F.normalize(x[part] + 0.01, dim=1)
 
-    line("the bank itself", [bank.embeddings.nbytes / MEGABYTE], "MB")
-    calls: dict[str, Callable[[], object]] = {
-        f"table({K})": partial(bank.table, K),
-        "refresh in blocks of 2,048": lambda: bank.refresh(embedded()),
-    }
-    for what, call in calls.items():
-        peak, taken = peak_of(call)
-        line(f"{what}, peak above the bank", [peak], "MB", "below 600")
-        line(f"{what}, time", [taken], "s")
+    def refresh() -> None:
+        made.append(Bank(DIM, kind="flat"))
+        made[0].refresh(labels, ids, embedded())
+
+    def add() -> None:
+        made.append(Bank(DIM, kind="flat"))
+        made[0].add(torch.cat([block for _, block in embedded()]), labels, ids)
+
+    peak, taken = peak_of({"refresh": refresh, "add": add}[what])
+    itself = made[0].embeddings.nbytes / MEGABYTE
+    line(f"{what}, peak above the bank itself ({itself:.0f} MB)", [peak - itself], "MB")
+    line(f"{what}, time", [taken], "s")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--quick", action="store_true", help="5,000 rows instead of 50,000")
-    parser.add_argument("--memory", action="store_true", help="only this part, in this process")
+    parser.add_argument("--memory", choices=("refresh", "add"), help="only this part, in this process")
     arguments = parser.parse_args()
     keep_memory()  # as main.py has it
     torch.set_num_threads(THREADS)
     load_faiss().omp_set_num_threads(THREADS)
     rows = 5_000 if arguments.quick else 50_000
     if arguments.memory:
-        return memory(rows)
+        return memory(rows, arguments.memory)
     print(f"torch {torch.__version__}, FAISS {load_faiss().__version__}, {THREADS} threads; {rows:,} x {DIM}, k = {K}, {QUERIES} queries")
     search_and_vote(rows, arguments.rounds)
     kinds(rows, max(5, arguments.rounds // 4))
     sys.stdout.flush()
-    subprocess.run([sys.executable, __file__, "--memory", *(["--quick"] if arguments.quick else [])], check=True)
+    for what in ("refresh", "add"):  # what a run does, and all embeddings at once
+        subprocess.run([sys.executable, __file__, "--memory", what, *(["--quick"] if arguments.quick else [])], check=True)
 
 
 if __name__ == "__main__":

@@ -55,3 +55,8 @@ def filled(rows: int, dim: int, kind: str = "flat", seed: int = 0, **options) ->
     bank = Bank(dim, kind=kind, **options)
     bank.add(F.normalize(torch.randn(rows, dim, generator=generator), dim=1), torch.randint(7, (rows,), generator=generator))
     return bank, F.normalize(torch.randn(23, dim, generator=generator), dim=1)
+
+
+def rewritten(bank: Bank, embeddings: torch.Tensor) -> None:
+    """The rows of the bank get these embeddings, in the order of its ids."""
+    bank.refresh(bank.labels, bank.ids, [(bank.ids, embeddings)])

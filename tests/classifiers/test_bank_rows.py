@@ -1,9 +1,8 @@
-"""What the bank holds: rows added, replaced and evicted, bad input, disk, processes and threads."""
+"""What the bank holds: rows added and evicted, new content, bad input, checkpoints, processes and threads."""
 
 from __future__ import annotations
 
 import copy
-import json
 import os
 import pickle
 import subprocess
@@ -14,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import checkpoint
 from classifiers.bank import Bank
-from classifiers.index import Proposer, kept
-from inputs import store
-from tests.classifiers.reference import assert_exact, filled
+from classifiers.index import kept
+from tests.classifiers.reference import assert_exact, filled, rewritten
 from utils import BadOption
 
 ROOT = Path(__file__).parents[2]
@@ -85,69 +84,46 @@ def test_growing_is_exact_all_along():
     generator = torch.Generator().manual_seed(2)
     bank = Bank(7, kind="flat", cap=150, evict="class-balanced")
     for step in range(9):
-        rows = torch.randn(23, 7, generator=generator) + 100 * step  # it drifts away from where it was centered
+        rows = torch.randn(23, 7, generator=generator) + 100 * step  # ever farther from the origin
         bank.add(rows, torch.randint(3, (23,), generator=generator))
         assert_exact(bank, rows[:11], 5, bank.ids[:11])
     assert len(bank) == 150
     assert len(bank._rows) <= 150
 
 
-def test_replace_and_refresh():
-    bank, queries = filled(101, 7)
-    bank.search(queries, 1)
-    bank.replace([4, 90], torch.stack([queries[0], queries[1]]), labels=[3, 6])
-    found = assert_exact(bank, queries, 3)
-    assert found.index[:2, 0].tolist() == [4, 90]
-    assert found.label[:2, 0].tolist() == [3, 6]
-    new = torch.randn(101, 7)
-    labels = bank.labels.clone()
-    bank.refresh(new[i : i + 13] for i in range(0, 101, 13))  # blocks, as they are computed
-    assert (bank.embeddings == new).all()
-    assert (bank.labels == labels).all()
-    assert_exact(bank, queries, 3)
-    for wrong in (new[:100], torch.cat([new, new])):
-        with pytest.raises(BadOption, match=r"as many as there are rows in the bank \(101\)"):
-            bank.refresh(wrong)
-    assert (bank.embeddings == new).all()
-    with pytest.raises(BadOption, match="ids must be ids of rows in the bank"):
-        bank.replace([101], queries[:1])
-
-
 @pytest.mark.parametrize("kind", ["flat", "ip"])
 def test_lengths_follow_what_is_written(kind):
     """FAISS is told the squared lengths of the rows. Were they those of rows that were there before, short rows would look far away."""
-    bank, queries = filled(101, 131, kind)
+    bank, queries = filled(101, 131, kind, cap=150)
 
     def check() -> None:
         found = assert_exact(bank, queries, 3)
         # Only for many numbers at once does FAISS use lengths.
         assert (bank.search(queries.repeat(47, 1), 3).index == found.index.repeat(47, 1)).all()
 
-    bank.refresh(10 * bank.embeddings)
-    check()
-    bank.replace(bank.ids[:23], queries + 0.01)
+    rewritten(bank, 10 * bank.embeddings)
     check()
     bank.add(10 * queries, [0] * 23)
     bank.add(queries + 0.02, [0] * 23)
     check()
-    bank.refresh(0.1 * bank.embeddings.flip(0))
+    rewritten(bank, 0.1 * bank.embeddings.flip(0))
     check()
-    bank.refresh(bank.embeddings + 7)  # centered
+    bank.add(queries + 0.01, [0] * 23)  # in the slots of rows that leave
     check()
-    bank.replace(bank.ids[:23], queries + 7)
+    rewritten(bank, bank.embeddings + 7)
+    check()
     queries += 7
     check()
     queries += 100
-    bank.add(queries.repeat(13, 1) + torch.arange(299)[:, None] / 300, [0] * 299)  # so many that the center is another
+    bank.add(queries.repeat(13, 1) + torch.arange(299)[:, None] / 300, [0] * 299)
     check()
 
 
 def test_inference_mode_leaves_no_trace():
     with torch.inference_mode():
         bank, queries = filled(101, 7)
-        bank.refresh(bank.embeddings * 2)
+        rewritten(bank, bank.embeddings * 2)
         found = bank.search(queries, 3)
-    bank.replace([0], queries[:1])
     bank.add(queries, range(23))
     weight = torch.ones(7, requires_grad=True)
     (found.embedding * weight).sum().backward()
@@ -201,24 +177,20 @@ def test_an_index_that_cannot_be_trained():
         bank.search(torch.randn(2, 7), 3)
 
 
-# ---------------------------------------------------------------- disk
+# ---------------------------------------------------------------- checkpoints
 
 
 @pytest.mark.parametrize("kind", ["flat", "ip", "hnsw", "ivf"])
-@pytest.mark.parametrize("index", [False, True])
-def test_save_and_load(tmp_path, kind, index, monkeypatch):
+def test_a_bank_comes_back_from_a_checkpoint(tmp_path, kind):
     bank, queries = filled(307, 7, kind, cap=400, evict="class-balanced")
-    bank.refresh(bank.embeddings + 3)  # far enough for a center
     bank.add(queries + 3, range(23), ids=range(1000, 1023))
-    bank.replace([3], queries[:1] + 3)
     wanted = bank.search(queries + 3, 5)
-    bank.save(tmp_path / "bank", index=index)
-    if index and kind in ("hnsw", "ivf"):
-        monkeypatch.setattr(Proposer, "add", None)  # the cached index is used: building one would fail
-    again = Bank.load(tmp_path / "bank")
+    rows, rest = bank.pack()
+    checkpoint.save(tmp_path, {"bank": rows}, {"bank": rest})
+    tensors, facts = checkpoint.load(tmp_path)
+    again = Bank.unpack(tensors["bank"], facts["bank"])
     for mine, other in zip(vars(wanted).values(), vars(again.search(queries + 3, 5)).values(), strict=True):
         assert (mine == other).all()
-    monkeypatch.undo()
     bank.add(queries * 2, [0] * 23)
     again.add(queries * 2, [0] * 23)
     assert bank.add(queries * 3 + 1, [1] * 23).tolist() == again.add(queries * 3 + 1, [1] * 23).tolist()
@@ -226,51 +198,36 @@ def test_save_and_load(tmp_path, kind, index, monkeypatch):
     assert (bank.kind, bank.cap, bank.evict) == (again.kind, again.cap, again.evict)
 
 
-def test_an_empty_bank_is_saved(tmp_path):
-    Bank(7, cap=11).save(tmp_path, index=True)
-    bank = Bank.load(tmp_path)
+def test_what_is_packed_keeps_its_names():
+    """Checkpoints of earlier versions are read by them."""
+    bank = Bank(1, cap=3)
+    bank.add([[1.0], [2.0], [3.0], [4.0]], [0, 1, 0, 1], ids=[7, 5, 2, 3])
+    rows, rest = bank.pack()
+    assert {name: part.tolist() for name, part in rows.items()} == {
+        "embedding": [[2.0], [3.0], [4.0]],
+        "label": [1, 0, 1],
+        "id": [5, 2, 3],
+        "birth": [1, 2, 3],
+    }
+    shapes = {"embedding": [3, 1], "label": [3], "id": [3], "birth": [3]}
+    assert rest == {"dim": 1, "kind": "auto", "cap": 3, "evict": "fifo", "_next_id": 8, "_next_birth": 4, "shapes": shapes}
+    bank.add([[5.0]], [0])
+    assert rows["embedding"].tolist() == [[2.0], [3.0], [4.0]]  # a copy
+
+
+def test_an_empty_bank_is_packed():
+    bank = Bank.unpack(*Bank(7, cap=11).pack())
     assert (len(bank), bank.dim, bank.cap) == (0, 7, 11)
     bank.add(torch.randn(3, 7), range(3))
     assert bank.search(torch.randn(2, 7), 3).mask.all()
 
 
-def test_damage_to_the_rows_is_refused(tmp_path):
-    bank, _ = filled(31, 7)
-    bank.save(tmp_path)
-    files = [path for path in tmp_path.iterdir() if path.is_file()]
-    assert len(files) == 2
-    for path in files:
-        whole = path.read_bytes()
-        step = max(1, len(whole) // 13)
-        for at in range(0, len(whole), step):
-            for damaged in (whole[:at], whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :]):
-                path.write_bytes(damaged)
-                with pytest.raises(BadOption, match=r"^bank ") as caught:
-                    Bank.load(tmp_path)
-                assert "\n" not in str(caught.value)
-        path.write_bytes(whole)
-    assert (Bank.load(tmp_path).embeddings == bank.embeddings).all()
-    with pytest.raises(BadOption, match=r"bank must hold checkpoint\.json"):
-        Bank.load(tmp_path / "elsewhere")
-
-
-def test_damage_to_the_index_is_mended(tmp_path, capsys):
-    bank, queries = filled(307, 7, "hnsw")
-    bank.save(tmp_path, index=True)
-    (path,) = tmp_path.glob("index-*")
-    whole = path.read_bytes()
-    for damaged in (whole[:-7], whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:]):
-        path.write_bytes(damaged)
-        again = Bank.load(tmp_path)
-        assert "bank: the FAISS index is built anew" in capsys.readouterr().err
-        assert (again.search(queries, 5).index == bank.search(queries, 5).index).all()
-
-
-def test_something_else_than_a_bank(tmp_path):
-    store.save(tmp_path, {"model": {"weight": torch.zeros(2)}}, {"bank": None})
-    with pytest.raises(BadOption, match="bank must be a folder that a bank was saved to"):
-        Bank.load(tmp_path)
-    assert json.loads((tmp_path / store.INDEX).read_text())["facts"] == {"bank": None}
+@pytest.mark.parametrize("name", ["embedding", "label", "id", "birth"])
+def test_a_bank_that_is_not_whole_is_refused(name):
+    rows, rest = filled(31, 7)[0].pack()
+    for wrong in (rows | {name: rows[name][:-1]}, {k: v for k, v in rows.items() if k != name}, {}):
+        with pytest.raises(BadOption, match=r"^bank must be whole: its rows are not those that it names$"):
+            Bank.unpack(wrong, rest)
 
 
 # ---------------------------------------------------------------- processes and threads

@@ -1,0 +1,208 @@
+"""Approximate kinds of index: what they find, what a factory string learns, and what FAISS would print."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import classifiers.index
+from classifiers.bank import Bank
+from classifiers.index import MISSING, Proposer, centroids, check_kind, recipe, silenced
+from tests.classifiers.reference import brute_force, filled
+from utils import BadOption
+
+# ---------------------------------------------------------------- approximate kinds
+
+
+@pytest.mark.parametrize("kind", ["hnsw", "ivf", "ivfpq", "IVF16,Flat", "HNSW16", "PQ7x4", "Flat", "L2norm,Flat", "OPQ2,IVF8,PQ2x4"])
+def test_approximate_kinds(kind):
+    """A good share of the true neighbors; what is found has exact distances in order, and never a row that does not exist."""
+    generator = torch.Generator().manual_seed(0)
+    centers = torch.randn(29, 14, generator=generator)
+    rows = F.normalize(centers[torch.arange(1013) % 29] + 0.3 * torch.randn(1013, 14, generator=generator), dim=1)
+    bank = Bank(14, kind=kind)
+    bank.add(rows, torch.arange(1013) % 29)
+    queries = rows[:47]
+    found = bank.search(queries, 5, exclude=torch.arange(47))
+    wanted, _ = brute_force(bank, queries, 5, torch.arange(47))
+    recall = np.mean([len(set(a) & set(b)) / 5 for a, b in zip(found.index.numpy(), wanted, strict=True)])
+    assert recall > 0.7, recall
+    assert (found.index != torch.arange(47)[:, None]).all()
+    true = (queries[:, None] - found.embedding).square().sum(2)
+    assert torch.allclose(found.distance[found.mask], true[found.mask], atol=1e-6)
+    assert (found.distance.diff(dim=1)[found.mask[:, 1:]] >= 0).all()
+    assert (found.label[found.mask] == bank.labels[found.index[found.mask]]).all()
+
+
+@pytest.mark.parametrize("kind", ["hnsw", "ivf", "ivfpq"])
+@pytest.mark.parametrize("dim", [2, 3, 7, 13])
+def test_named_kinds_at_any_size(kind, dim):
+    for rows in (1, 2, 11, 257, 311):
+        bank, queries = filled(rows, dim, kind)
+        found = bank.search(queries, min(5, rows))
+        assert found.mask.any(1).all()
+
+
+def test_under_full_lists_are_masked():
+    """One row a list, and few lists looked at: fewer than k are found. FAISS says -1, the bank masks."""
+    bank = Bank(3, kind="IVF64,Flat")
+    generator = torch.Generator().manual_seed(0)
+    bank.add(torch.randn(97, 3, generator=generator), torch.ones(97, dtype=torch.long))
+    found = bank.search(torch.randn(11, 3, generator=generator), 90)
+    assert not found.mask.all()
+    assert (found.label[found.mask] == 1).all()
+    assert (found.index[~found.mask] == MISSING).all()
+    assert found.mask.diff(dim=1).sum() <= 11  # the missing stand last
+
+
+@pytest.mark.parametrize("kind", ["hnsw", "ivf"])
+def test_approximate_kinds_follow_what_is_written(kind):
+    bank, _ = filled(401, 7, kind, cap=449)
+    generator = torch.Generator().manual_seed(5)
+    for step in range(12):
+        rows = F.normalize(torch.randn(41, 7, generator=generator), dim=1)
+        ids = bank.add(rows, torch.full((41,), step))
+        found = bank.search(rows, 1)
+        assert (found.index[:, 0] == ids).float().mean() > 0.9
+        assert torch.isin(found.index, bank.ids).all()
+    assert bank._proposer is not None
+    assert len(bank._proposer.slot_of) <= 1.25 * 449
+    before = bank.embeddings[:5].clone()
+    bank.add(-before, range(5))  # in slots of rows that leave
+    for queries in (before, -before):
+        found = bank.search(queries, 11)
+        assert torch.isin(found.index, bank.ids).all()
+        assert all(len(row.unique()) == 11 for row in found.index)  # a slot's entries of earlier rows are dead
+
+
+def test_auto_says_what_it_chose(monkeypatch, capsys):
+    monkeypatch.setattr(classifiers.index, "AUTO_FLAT_ROWS", 300)
+    monkeypatch.setattr(classifiers.index, "AUTO_HNSW_ROWS", 500)
+    bank, queries = filled(299, 7, "auto")
+    bank.search(queries, 3)
+    assert bank._proposer is None
+    bank.add(queries, torch.zeros(len(queries), dtype=torch.long))
+    bank.search(queries, 3)
+    assert "HNSW32 (322 rows" in capsys.readouterr().err
+    assert recipe("auto", 501, 7).startswith("IVF")
+
+
+# ---------------------------------------------------------------- factory strings
+
+
+@pytest.mark.parametrize("kind", ["PQ4x4", "IVF8,PQ4x4", "OPQ4,IVF4,PQ4x4", "IVF4,RQ2x4", "HNSW16_PQ4x4", "IVF4,PQ2+2", "PCA8,IVF8,Flat"])
+def test_few_rows_are_said_once_and_not_by_faiss(kind, capfd):
+    """FAISS would print a line for each of its k-means, which OPQ has hundreds of."""
+    check_kind(kind, 16, 300)
+    said = capfd.readouterr()
+    assert len(said.err.splitlines()) == 1
+    assert "from 300 rows (fewer than 39 for each: it may miss neighbors)" in said.err
+    bank = Bank(16, kind=kind)
+    bank.add(torch.randn(300, 16, generator=torch.Generator().manual_seed(0)), torch.arange(300) % 3)
+    assert bank.search(torch.zeros(2, 16), 5).mask.any()
+    assert capfd.readouterr() == ("", "")
+    os.write(2, b"heard again")
+    assert capfd.readouterr().err == "heard again"
+
+
+@pytest.mark.parametrize("stream", [None, io.StringIO()])  # as under pythonw, and in a notebook
+def test_silence_ends_whatever_happens(stream, capfd, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", stream)
+    before = len(os.listdir("/dev/fd"))
+
+    def fails() -> None:
+        with silenced():
+            os.write(2, b"not heard")
+            raise RuntimeError("of FAISS")
+
+    with pytest.raises(RuntimeError, match="of FAISS"):
+        fails()
+    os.write(2, b"heard")
+    assert capfd.readouterr().err == "heard"
+    assert len(os.listdir("/dev/fd")) == before
+
+
+def test_silence_where_nothing_is_heard(capfd):
+    kept = os.dup(2)
+    os.close(2)
+    try:
+        with silenced():
+            pass
+        with pytest.raises(OSError):
+            os.fstat(2)
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+@pytest.mark.parametrize(
+    ("kind", "learned"),
+    [
+        ("Flat", []),
+        ("L2norm,Flat", []),
+        ("HNSW32_SQ8", []),
+        ("ITQ,LSH", []),
+        ("IVF4,LSQ2x5", [(4, "lists")]),
+        ("PLSQ2x2x5", []),
+        ("PCAR6,IVF7,Flat", [(7, "lists")]),
+        ("IVF2k,Flat", [(2048, "lists")]),
+        ("IVF1M_HNSW32,Flat", [(1048576, "lists")]),
+        ("IVF64(IVF3,Flat),Flat", [(64, "lists"), (3, "lists")]),
+        ("IMI2x5,PQ2x3", [(32, "values of a code"), (8, "values of a code")]),
+        ("HNSW8_61+PQ4", [(61, "lists"), (256, "values of a code")]),
+        ("Residual61,PQ4x3", [(61, "lists"), (8, "values of a code")]),
+        ("Residual2x5,PQ4x3", [(32, "values of a code"), (8, "values of a code")]),
+        ("PQ4", [(256, "values of a code")]),
+        ("PQ4x5np", [(32, "values of a code")]),
+        ("IVF7,PQ4x4fsr_64", [(7, "lists"), (16, "values of a code")]),
+        ("IVF7,PQ2+2", [(7, "lists"), (256, "values of a code")]),
+        ("OPQ4_8,IVF7,PQ4x3", [(7, "lists"), (256, "values of a code"), (8, "values of a code")]),
+        ("IVF7,PQ4x3,Refine(PQ8x5)", [(7, "lists"), (8, "values of a code"), (32, "values of a code")]),
+        ("RQ1x6_2x4", [(64, "values of a code")]),
+        ("PRQ2x3x4", [(16, "values of a code")]),
+    ],
+)
+def test_what_a_factory_string_learns(kind, learned):
+    assert centroids(kind) == learned
+
+
+@pytest.mark.parametrize(
+    ("kind", "most"), [("IVF31,Flat", 31), ("RQ1x5_2x4", 32), ("PRQ2x2x5", 32), ("IMI2x5,Flat", 32), ("HNSW8_257+PQ2", 257)]
+)
+def test_faiss_wants_as_many_rows_as_there_are_centroids(kind, most):
+    """So the string was read as FAISS reads it."""
+    assert max(centroids(kind))[0] == most
+    rows = torch.randn(most, 16, generator=torch.Generator().manual_seed(0))
+    Proposer(kind, rows)
+    with pytest.raises(BadOption, match="index cannot be built over"):
+        Proposer(kind, rows[1:])
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule"),
+    [
+        ("", "must be one of auto, .* or a FAISS factory string, got ''"),
+        ("IVF301,Flat", r"must have at most as many lists as the bank has rows \(300\), not 301"),
+        ("IVF16,PQ4x9", r"must have at most as many values of a code as the bank has rows \(300\), not 512"),
+        ("OPQ4,IVF4,PQ4x9", r"must have at most as many values of a code as the bank has rows \(300\), not 512"),
+        ("IVF0,Flat", "must have at least one list"),
+        ("IVF8,PQ5", r"FAISS says: The dimension of the vector \(d\) should be a multiple"),
+        ("IVFF", "FAISS says: could not parse index string IVFF"),
+    ],
+)
+def test_a_factory_string_that_does_not_fit_the_rows(kind, rule):
+    with pytest.raises(BadOption, match=rule) as caught:
+        check_kind(kind, 16, 300)
+    assert "::" not in str(caught.value)
+
+
+def test_many_rows_are_not_worth_a_word(capfd):
+    for kind in ("ivf", "ivfpq", "auto", "IVF4,Flat", "HNSW16", "Flat"):
+        check_kind(kind, 16, 300)
+    assert capfd.readouterr() == ("", "")

@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from batches import Batches
 from classifiers import HEADS, Bank
-from dataset import Data, Split
+from classifiers.classifier import Classifier
+from inputs.batches import Batches
+from inputs.rows import Data, Split
 from tests.classifiers.reference import assert_exact, filled
-from utils import BadOption
+from training.bank import build_bank, order_in_bank
+from utils import BadOption, Diverged
 
 ROWS, DIM = 101, 7
 CAPS: list[dict[str, Any]] = [{}, {"cap": 211}, {"cap": 37}, {"cap": 37, "evict": "class-balanced"}]
@@ -127,7 +129,7 @@ def a_run(options: dict[str, Any]) -> tuple[Classifier, Batches]:
 @pytest.mark.parametrize(("options", "cap"), [({}, None), ({"bank_cap": 37}, 37), ({"bank_cap": 37, "bank_evict": "class-balanced"}, 37)])
 def test_the_bank_of_a_run_is_that_of_all_embeddings_at_once(options, cap):
     model, rows = a_run(options)
-    remember(model, rows)
+    build_bank(model, rows)
     bank = model.head.bank
     assert bank is not None
     with torch.no_grad():
@@ -145,5 +147,5 @@ def test_a_model_that_gives_nan_has_no_bank():
     assert isinstance(rows.x, Tensor)
     rows.x[[18, 20, 33]] = torch.nan
     with pytest.raises(Diverged, match=r"^the model gives NaN for 3 of 17 rows$"):
-        remember(model, rows)
+        build_bank(model, rows)
     assert model.head.bank is None

@@ -10,10 +10,10 @@ import sys
 import threading
 from pathlib import Path
 
+import checkpoint
 import pytest
 import torch
 
-import checkpoint
 from classifiers.bank import Bank
 from classifiers.index import kept
 from tests.classifiers.reference import assert_exact, filled, rewritten

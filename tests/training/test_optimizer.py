@@ -19,6 +19,7 @@ from inputs import store
 from run.run import run
 from tests.test_run import TINY, assert_same
 from tests.test_train import CLASSES, batches, classifier, configured, state
+from training.bank import build_bank
 from training.optimizer import make_optimizer
 from utils import Stopped
 
@@ -113,7 +114,7 @@ def test_weights_decay_in_every_part_and_biases_in_none() -> None:
 def test_a_part_whose_rate_is_zero_stands_still_while_the_others_move(still: str) -> None:
     model = made("linear+attn-knn")
     data = batches(31, 7)
-    remember(model, data.plain())
+    build_bank(model, data.plain())
     rates: dict[str, Any] = {"lr": 0.3, f"lr_{still}": 0.0}
     run = state(model, **rates)
     before: dict[str, Tensor] = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -49,7 +49,7 @@ class LocalAttention(TokenMixer):
         if chosen["rotary"] and self.head_dim % 2:
             raise BadOption("rotary", f"turns pairs of channels: heads must be of even width, they are {self.head_dim} wide", True)
         self.chosen = chosen
-        self.windows = self._windows()
+        self.windows: Any = self._windows()
 
     def _windows(self) -> nn.Module:
         from local_attention import LocalAttention as Windows

@@ -1,4 +1,4 @@
-"""Attention swapped in place: same weights, same names, same logits; or refused, with nothing changed."""
+"""Attention swapped in place: same weights, same names, same logits."""
 
 from __future__ import annotations
 
@@ -10,81 +10,14 @@ import timm
 import torch
 from safetensors.torch import load_file, save_file
 from timm.layers import Attention as TimmAttention
-from torch import Tensor, nn
+from torch import nn
 
 import layers
-from models.swap import find_attention, swap_attention, token_context
+from models.swap import swap_attention, token_context
+from tests.models.swapping import SIZE, WIDTH, SwapTopK, assert_close, make, vit
 from utils import BadOption
 
-WIDTH = {"embed_dim": 33, "num_heads": 3, "depth": 2, "num_classes": 7}  # heads of 11
-SIZE = {"img_size": (48, 80)}  # 3 x 5 patches of 16
-
-
-class SwapTopK(layers.TokenMixer):
-    """The K largest logits by masking the dense matrix: slow, and plain to see."""
-
-    def __init__(self, dim: int, num_heads: int = 8, *, K: int = 9, **base: Any) -> None:
-        super().__init__(dim, num_heads, **base)
-        if K < 1:
-            raise BadOption("K", "must be at least 1", K)
-        self.K = K
-
-    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        logits = q @ k.transpose(-2, -1) * self.scale
-        least = logits.topk(self.K).values[..., -1:]
-        return self.attn_drop(logits.masked_fill(logits < least, float("-inf")).softmax(-1)) @ v
-
-
-class SwapConv(SwapTopK):
-    """With parameters of its own."""
-
-    def __init__(self, dim: int, num_heads: int = 8, **base: Any) -> None:
-        super().__init__(dim, num_heads, **base)
-        self.conv = nn.Conv1d(self.head_dim, self.head_dim, self.K, stride=self.K)
-
-
-class SwapGrid(layers.Attention):
-    """Wants to know where its tokens are."""
-
-    def __init__(self, dim: int, num_heads: int = 8, *, grid: Any = None, num_prefix_tokens: int = 0, **base: Any) -> None:
-        super().__init__(dim, num_heads, **base)
-        self.grid, self.num_prefix_tokens = grid, num_prefix_tokens
-
-    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        assert q.shape[2] == self.num_prefix_tokens + self.grid[0] * self.grid[1]
-        return super().mix(q, k, v)
-
-
-class SwapOwnForward(layers.Attention):
-    """Reads its projections in its own way."""
-
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        return x
-
-
-@pytest.fixture(autouse=True)
-def registered(monkeypatch):
-    """For these tests only: other tests go through all layers that there are."""
-    for layer in (SwapTopK, SwapConv, SwapGrid, SwapOwnForward):
-        monkeypatch.setitem(layers.LAYERS._parts, layer.__name__, layer)
-
-
-def make(name: str, seed: int, **options: Any) -> Any:
-    """A model in which every part shows: random norms and layer scales, and attention that is far from uniform."""
-    torch.manual_seed(seed)
-    model = timm.create_model(name, **options)
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.3)
-            elif parameter.dim() == 2:
-                parameter.mul_(20 if "qkv" in key else 5)
-    return model.eval()
-
-
-def vit(seed: int = 0, **options: Any) -> Any:
-    return make("vit_tiny_patch16_224", seed, **{**WIDTH, **SIZE, **options})
-
+pytestmark = pytest.mark.usefixtures("swap_layers")
 
 MODELS: dict[str, tuple[str, dict[str, Any], int]] = {  # name, options, tokens
     "vit": ("vit_tiny_patch16_224", SIZE, 16),
@@ -128,11 +61,6 @@ def test_saved_weights_give_the_same_logits(name, options, tokens, tmp_path):
         swapped.get_submodule(path).K = 1
     with torch.no_grad():
         assert (swapped(images) - expected).abs().max() > 0.01
-
-
-def assert_close(found: Tensor, expected: Tensor, tolerance: float) -> None:
-    gap = (found - expected).abs()
-    assert gap.max() <= tolerance, f"largest difference {gap.max():.3g}, mean {gap.mean():.3g}"
 
 
 def test_the_pyramids_that_have_plain_attention():
@@ -287,124 +215,6 @@ def test_given_context_wins_and_a_changing_grid_is_said(capsys):
     swap_attention(model, "SwapGrid,SwapGrid(grid=(5, 3))")
     assert [block.attn.grid for block in model.blocks] == [(3, 5), (5, 3)]
     assert "grid of SwapGrid: (3, 5) (the model takes images of any size" in capsys.readouterr().err
-
-
-# ---------------------------------------------------------------- what is refused
-
-REFUSED = {
-    "vit_relpos_small_patch16_224": ("blocks.0.attn", "relative-position bias"),
-    "beit_base_patch16_224": ("blocks.0.attn", "relative-position bias"),
-    "samvit_base_patch16_224": ("blocks.0.attn", "relative-position bias"),
-    "swin_tiny_patch4_window7_224": ("layers.0.blocks.0.attn", "relative-position bias"),
-    "levit_128s": ("stages.0.blocks.0.attn", "relative-position bias"),
-    "maxvit_pico_rw_256": ("stages.0.blocks.0.attn_block.attn", "relative-position bias"),
-    "eva02_tiny_patch14_224": ("blocks.0.attn", "rotary position embedding"),
-    "vit_small_patch16_dinov3": ("blocks.0.attn", "rotary position embedding"),
-    "vit_small_patch16_rope_224": ("blocks.0.attn", "rotary position embedding"),
-    "cait_xxs24_224": ("blocks.0.attn", "talking heads"),
-    "convit_tiny": ("blocks.0.attn", "gating"),
-    "vit_dwee_patch16_reg1_gap_256": ("blocks.0.attn", "differential attention"),
-    "vit_pwee_patch16_reg1_gap_256": ("blocks.0", "no single Linear qkv"),
-    "xcit_nano_12_p8_224": ("blocks.0.attn", "a learned temperature"),
-    "twins_svt_small": ("blocks.0.0.attn", "pooled or windowed tokens"),
-    "hiera_tiny_224": ("blocks.0.attn", "pooled or windowed tokens"),
-    "crossvit_tiny_240": ("blocks.0.fusion.0.attn", "no single Linear qkv"),
-    "davit_tiny": ("stages.0.blocks.0.1.attn", "not known to be plain attention"),
-    "nest_tiny": ("levels.0.transformer_encoder.0.attn", "not known to be plain attention"),
-    "naflexvit_base_patch16_gap": ("blocks.0.attn", "is masked by NaFlexVit"),
-    "resnet10t": ("ResNet", "needs attention to replace"),
-}
-
-
-@pytest.mark.parametrize(("name", "path", "reason"), [(n, *why) for n, why in REFUSED.items()], ids=REFUSED)
-def test_more_than_plain_attention_is_refused(name, path, reason):
-    with torch.device("meta"):
-        model = timm.create_model(name, num_classes=7)
-    before = list(model.modules())
-    with pytest.raises(BadOption) as error:
-        swap_attention(model, "Attention")
-    assert str(error.value).startswith("layer Attention ")
-    assert path in str(error.value)
-    assert reason in str(error.value)
-    assert list(model.modules()) == before
-
-
-class OtherAttention(TimmAttention):
-    pass
-
-
-def gated(model: Any) -> None:
-    model.blocks[1].attn = TimmAttention(33, 3, gated=True)
-
-
-def other_width(model: Any) -> None:
-    model.blocks[1].attn = TimmAttention(33, 3, dim_out=39)
-
-
-def subclass(model: Any) -> None:
-    model.blocks[1].attn = OtherAttention(33, 3)
-
-
-def extra_parameter(model: Any) -> None:
-    model.blocks[1].attn.sink = nn.Parameter(torch.zeros(3))
-
-
-def other_scale(model: Any) -> None:
-    model.blocks[1].attn.scale = 0.5
-
-
-def hook(model: Any) -> None:
-    model.blocks[1].attn.register_forward_hook(lambda *_: None)
-
-
-def patched_forward(model: Any) -> None:
-    model.blocks[1].attn.forward = lambda x, **_: x
-
-
-def torch_attention(model: Any) -> None:
-    model.blocks[1].attn = nn.MultiheadAttention(33, 3)
-
-
-def other_projection(model: Any) -> None:
-    model.blocks[1].attn.qkv = nn.Sequential(nn.Linear(33, 99))
-
-
-CHANGES = {
-    gated: r"holds gate besides plain attention: it has gating \(gate\)",
-    other_width: r"33 to 99, 33 to 39, 3 heads",
-    subclass: "test_swap.OtherAttention, not known to be plain",
-    extra_parameter: "holds sink besides plain attention",
-    other_scale: r"scales logits by 0.5, not by 1/sqrt\(11\)",
-    hook: "hooks of its own",
-    patched_forward: "a forward or hooks of its own",
-    torch_attention: "MultiheadAttention, not known to be plain",
-    other_projection: "not Linear",
-}
-
-
-@pytest.mark.parametrize(("change", "reason"), CHANGES.items(), ids=[change.__name__ for change in CHANGES])
-def test_one_odd_block_stops_the_whole_swap(change, reason):
-    model = vit()
-    change(model)
-    before = list(model.modules())
-    rule = rf"^layer SwapTopK cannot take the place of blocks\.1\.attn: .*{reason}.*blocks=\[0\] can be swapped"
-    with pytest.raises(BadOption, match=rule):
-        swap_attention(model, "Attention,SwapTopK(K=4)")
-    assert list(model.modules()) == before
-    assert swap_attention(model, "SwapTopK(K=4)", blocks=[0]) == ["blocks.0.attn"]
-
-
-def test_attention_alone_has_no_place_to_put_another():
-    with pytest.raises(BadOption, match="give the model that holds it"):
-        swap_attention(TimmAttention(33, 3), "Attention")
-
-
-def test_attention_pools_are_left_alone():
-    model = make("vit_base_patch16_siglip_224", 0, **WIDTH, **SIZE)
-    pool = model.attn_pool
-    assert list(find_attention(model)) == ["blocks.0.attn", "blocks.1.attn"]
-    swap_attention(model, "SwapTopK(K=4)")
-    assert model.attn_pool is pool
 
 
 # ---------------------------------------------------------------- after the swap

@@ -345,5 +345,13 @@ def to_yaml(config: Config) -> str:
     import yaml
 
     values = {k: v for k, v in config.flat().items() if k != "output_dir" and k not in config.ignored}
-    why = "".join(f"# no effect: {name} ({reason})\n" for name, reason in config.ignored.items())
-    return yaml.safe_dump(values, sort_keys=False) + why
+    lines = [f"# ignored because of {reason}: {', '.join(names)}\n" for reason, names in by_reason(config.ignored).items()]
+    return yaml.safe_dump(values, sort_keys=False) + "".join(lines)
+
+
+def by_reason(ignored: Mapping[str, str]) -> dict[str, list[str]]:
+    """Options without effect by what makes them so."""
+    found: dict[str, list[str]] = {}
+    for name, reason in ignored.items():
+        found.setdefault(reason, []).append(name)
+    return found

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from utils import BadOption, did_you_mean, say
+from utils import BadOption, did_you_mean, say, shortened
 
 KINDS = ("auto", "flat", "ip", "hnsw", "ivf", "ivfpq")
 MISSING = -1  # index of a neighbor that does not exist
@@ -315,7 +315,7 @@ def _reason(error: Exception) -> str:
     """What FAISS says, without the C++ function, file and condition that it says first."""
     text = str(error).strip().splitlines()[-1]
     text = re.sub(r"^Error in .*? at \S+:\d+: ", "", text)
-    return re.sub(r"^Error: '.*?' failed: ?", "", text).strip().removeprefix("Error: ")[:120] or "no reason"
+    return shortened(re.sub(r"^Error: '.*?' failed: ?", "", text).strip().removeprefix("Error: "), 120) or "no reason"
 
 
 # ---------------------------------------------------------------- what an index learns

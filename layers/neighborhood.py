@@ -41,6 +41,8 @@ class NeighborhoodAttention(MaskedAttention):
         whole_number("dilation", dilation, 1)
         one_of("prefix", prefix, ("global", "sequence"))
         one_of("backend", backend, ("auto", "natten", "mask"))
+        if backend == "natten" and not _natten_installed():
+            raise BadOption("backend", "natten needs an optional package: pip install natten", backend)
         if window_dims not in (1, 2):
             raise BadOption("window_dims", "must be 1 or 2", window_dims)
         if window_dims == 2 and grid is None:

@@ -29,7 +29,7 @@ def complete(given: Mapping[str, Any], data: Data) -> Config:
     values = with_defaults(given, data.shape, data.summary)
     idle: dict[str, tuple[str, Any]] = {}
     for reason, names in without_effect(values, data):
-        idle = {name: (reason, value) for name, value in names.items()} | idle
+        idle |= {name: (reason, value) for name, value in names.items() if name not in idle}
     neutral = {name: value for name, (_, value) in idle.items() if value is not DEFAULT}
     effective = {name: value for name, value in given.items() if name not in idle} | neutral
     config = Config.of(with_defaults(effective, data.shape, data.summary), {name: reason for name, (reason, _) in idle.items()})
@@ -56,12 +56,10 @@ def with_defaults(given: Mapping[str, Any], shape: tuple[int, ...], summary: Map
 
 def tell_ignored(config: Config, given: Mapping[str, Any]) -> None:
     """Names the options that were given a value and have no effect, by what makes it so."""
-    now, of_reason = config.flat(), dict[str, list[str]]()
-    for name, reason in config.ignored.items():
-        if name in given and given[name] != now[name]:
-            of_reason.setdefault(reason, []).append(f"--{name}")
-    for reason, names in of_reason.items():
-        say(f"ignored because of {reason}: {', '.join(names)}")
+    now = config.flat()
+    typed = {name: reason for name, reason in config.ignored.items() if name in given and given[name] != now[name]}
+    for reason, names in flags.by_reason(typed).items():
+        say(f"ignored because of {reason}: {', '.join(f'--{name}' for name in names)}")
 
 
 # ---------------------------------------------------------------- what has no effect

@@ -126,7 +126,7 @@ def depths_of(loaded: Loaded, grid: Grid, x: Tensor, K: int | None) -> list[Dept
     if not fits:
         counts = ", ".join(dict.fromkeys(str(q.shape[2]) for _, q, _ in seen)) or "none: no layer called its mix"
         rule = f"must be a model whose layers all see the patches of one grid, {grid.height} x {grid.width} (tokens seen: {counts})"
-        raise BadOption("checkpoint", rule, loaded.config.model)
+        raise BadOption("checkpoint", rule, loaded.config.model.model)
     return [depth_of(layer, layer.attention_map(q, k), grid, K) for layer, q, k in seen]
 
 

@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from classifiers import Bank
-from classifiers.calibration import calibrate, choose_fit, train_attention
+from classifiers.calibration import MODES, calibrate, choose_fit, train_attention
+from classifiers.heads import LinearHead
 from classifiers.neighbor_heads import AttnKnnHead, KnnHead, LinearAttnKnnHead
 from classifiers.predictors import HeadPredictor
-from classifiers.retrieved import NO_NEIGHBORS, Retrieved
+from classifiers.retrieved import NO_NEIGHBORS, Block, Retrieved
 from evaluation.baselines import averaged, baseline_head, beside_features, beside_neighbors
-from tests.classifiers.test_knn import bank_of
+from tests.classifiers.test_neighbor_heads import bank_of
 from utils import BadOption
 
 C, D, K, N = 3, 5, 7, 601
@@ -29,14 +30,9 @@ class Fixed(nn.Module):
         return F.log_softmax(features, 1)
 
 
-def nll(voter: nn.Module, questions: Retrieved, target: Tensor) -> float:
+def nll(predictor: nn.Module, retrieved: Retrieved, target: Tensor) -> float:
     with torch.no_grad():
-        return F.nll_loss(torch.cat([voter(q) for q in questions.blocks()]), target).item()
-
-
-def alone(features: Tensor) -> Retrieved:
-    empty = features[:, :0]
-    return Retrieved(features, empty, empty, empty.long(), empty, None)
+        return F.nll_loss(torch.cat([predictor(block) for block in retrieved.blocks()]), target).item()
 
 
 def clusters(rows: int, seed: int, spread: float = 0.6) -> tuple[Tensor, Tensor]:
@@ -47,7 +43,7 @@ def clusters(rows: int, seed: int, spread: float = 0.6) -> tuple[Tensor, Tensor]
 
 
 @pytest.fixture(scope="module")
-def asked() -> tuple[Any, Retrieved, Tensor]:
+def fitting() -> tuple[Any, Retrieved, Tensor]:
     torch.manual_seed(0)
     head = AttnKnnHead(D, C, embed_dim=0, k_train=K, attention_heads=1)
     rows, labels = clusters(N, 1)
@@ -56,7 +52,7 @@ def asked() -> tuple[Any, Retrieved, Tensor]:
     head.refresh(bank)
     val, target = clusters(307, 2)
     with torch.no_grad():
-        return head.eval(), head.ask(val), target
+        return head.eval(), head.retrieve(val), target
 
 
 # ---------------------------------------------------------------- temperature
@@ -68,27 +64,25 @@ def test_a_temperature_is_found_again(temperature: float) -> None:
     generator = torch.Generator().manual_seed(1)
     features = 3 * torch.randn(20011, C, generator=generator)
     target = torch.multinomial((features / temperature).softmax(1), 1, generator=generator)[:, 0]
-    fitted = calibrate(HeadPredictor(Fixed()), alone(features), target, "temperature")
+    fitted = calibrate(HeadPredictor(Fixed()), Retrieved.without_neighbors(features), target, "temperature")
     assert fitted.log_temperature.exp().item() == pytest.approx(temperature, rel=0.05)
 
 
 @pytest.mark.parametrize("mode", ["head", "temperature"])
 def test_a_few_rows_that_are_all_right_leave_a_temperature(mode: str) -> None:
     features, target = torch.eye(C)[[0, 1, 2, 0]] * 2, torch.tensor([0, 1, 2, 0])
-    fitted = calibrate(HeadPredictor(Fixed()), alone(features), target, mode)
+    fitted = calibrate(HeadPredictor(Fixed()), Retrieved.without_neighbors(features), target, mode)
     assert 0.2 < fitted.log_temperature.exp().item() < 1
 
 
-def test_a_few_rows_leave_doubt(asked: tuple[Any, Retrieved, Tensor]) -> None:
+def test_a_few_rows_leave_doubt(fitting: tuple[Any, Retrieved, Tensor]) -> None:
     """Rows whose votes are all right: maximum likelihood would be certain of everything, Laplace's rule is not."""
-    head, questions, _ = asked
-    votes: Any = beside_neighbors(head, C, "none").raw["uniform"]
-    with torch.no_grad():
-        sure = votes.all_scores(questions)
+    head, retrieved, _ = fitting
+    sure = beside_neighbors(head, "none").of("uniform", calibrated=False).all_scores(retrieved)
     some = (sure.amax(1) == 1).nonzero()[:20, 0]
-    panel = beside_neighbors(head, C, "head")
-    panel.calibrate(questions.subset(some), sure.argmax(1)[some], seed=0)
-    doubt = 1 - panel.log_probs(questions.subset(some), calibrated=True)["uniform"].exp().amax(1)
+    predictors = beside_neighbors(head, "head")
+    predictors.calibrate(retrieved.subset(some), sure.argmax(1)[some], seed=0)
+    doubt = 1 - predictors.log_probs("uniform", retrieved.subset(some), calibrated=True).exp().amax(1)
     assert doubt.min() > 1e-3
 
 
@@ -96,141 +90,141 @@ def test_a_few_rows_leave_doubt(asked: tuple[Any, Retrieved, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_rows_it_was_fitted_to_are_not_predicted_worse(mode: str, asked: tuple[Any, Retrieved, Tensor]) -> None:
-    head, questions, target = asked
-    voters: Any = beside_neighbors(head, C, mode).raw
-    for voter in voters.values():
-        before = copy.deepcopy(voter.state_dict())
-        fitted = calibrate(voter, questions, target, mode)
-        assert nll(fitted, questions, target) <= nll(voter, questions, target) + 1e-6
-        assert all(torch.equal(before[k], v) for k, v in voter.state_dict().items())
+def test_rows_it_was_fitted_to_are_not_predicted_worse(mode: str, fitting: tuple[Any, Retrieved, Tensor]) -> None:
+    head, retrieved, target = fitting
+    predictors: Any = beside_neighbors(head, mode).raw
+    for predictor in predictors.values():
+        before = copy.deepcopy(predictor.state_dict())
+        fitted = calibrate(predictor, retrieved, target, mode)
+        assert nll(fitted, retrieved, target) <= nll(predictor, retrieved, target) + 1e-6
+        assert all(torch.equal(before[k], v) for k, v in predictor.state_dict().items())
         if mode == "none":
             assert all(torch.equal(before[k], v) for k, v in fitted.state_dict().items())
 
 
-def test_held_out_rows_are_predicted_better(asked: tuple[Any, Retrieved, Tensor]) -> None:
-    head, questions, target = asked
+def test_held_out_rows_are_predicted_better(fitting: tuple[Any, Retrieved, Tensor]) -> None:
+    head, retrieved, target = fitting
     rows, truth = clusters(1009, 3)
     with torch.no_grad():
-        others = head.ask(rows)
-    panel = beside_neighbors(head, C, "head")
-    panel.calibrate(questions, target, seed=0)
+        others = head.retrieve(rows)
+    predictors = beside_neighbors(head, "head")
+    predictors.calibrate(retrieved, target, seed=0)
     for name in ("uniform", "distance"):
-        assert nll(panel.calibrated[name], others, truth) < 0.7 * nll(panel.raw[name], others, truth)
-    assert nll(panel.calibrated["attention"], others, truth) < nll(panel.raw["attention"], others, truth)
+        assert nll(predictors.calibrated[name], others, truth) < 0.7 * nll(predictors.raw[name], others, truth)
+    assert nll(predictors.calibrated["attention"], others, truth) < nll(predictors.raw["attention"], others, truth)
 
 
-def test_the_same_rows_give_the_same_fit(asked: tuple[Any, Retrieved, Tensor]) -> None:
-    head, questions, target = asked
+def test_the_same_rows_give_the_same_fit(fitting: tuple[Any, Retrieved, Tensor]) -> None:
+    head, retrieved, target = fitting
     torch.manual_seed(1)
-    first = calibrate(head.predictor, questions, target, "head", seed=5)
+    first = calibrate(head.predictor, retrieved, target, "head", seed=5)
     torch.manual_seed(2)  # the global generator has no part in it
-    second = calibrate(head.predictor, questions, target, "head", seed=5)
+    second = calibrate(head.predictor, retrieved, target, "head", seed=5)
     assert all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True))
 
 
-def test_noise_is_not_learned(asked: tuple[Any, Retrieved, Tensor]) -> None:
+def test_noise_is_not_learned(fitting: tuple[Any, Retrieved, Tensor]) -> None:
     """Labels that have nothing to do with the rows: on other rows, knowing nothing costs log C, and this may cost little more."""
-    head, questions, _ = asked
+    head, retrieved, _ = fitting
     generator = torch.Generator().manual_seed(7)
-    fitted = calibrate(head.predictor, questions, torch.randint(C, (len(questions),), generator=generator), "head")
+    fitted = calibrate(head.predictor, retrieved, torch.randint(C, (len(retrieved),), generator=generator), "head")
     with torch.no_grad():
-        others = head.ask(clusters(1009, 3)[0])
+        others = head.retrieve(clusters(1009, 3)[0])
     assert nll(fitted, others, torch.randint(C, (1009,), generator=generator)) < math.log(C) + 0.03
 
 
-def test_epochs_are_chosen_by_rows_left_out(asked: tuple[Any, Retrieved, Tensor]) -> None:
+def test_epochs_are_chosen_by_rows_left_out(fitting: tuple[Any, Retrieved, Tensor]) -> None:
     """The first neighbor is always right and the others never: an attention that can learn it should be fitted for as long as it may."""
-    head, questions, _ = asked
-    target = bank_of(head).labels[questions.index[:, 0]]
-    assert choose_fit(head.predictor, questions, target, 0)[0] >= 4
+    head, retrieved, _ = fitting
+    target = bank_of(head).labels[retrieved.index[:, 0]]
+    assert choose_fit(head.predictor, retrieved, target, 0)[0] >= 4
 
 
-def test_mixture_ends_near_the_better_part(asked: tuple[Any, Retrieved, Tensor]) -> None:
+def test_an_interpolation_ends_near_the_better_part(fitting: tuple[Any, Retrieved, Tensor]) -> None:
     """A linear head that knows the answer beside a vote that does not: the share of the vote falls."""
-    head, _, _ = asked
+    head, _, _ = fitting
     torch.manual_seed(0)
-    mixed = LinearAttnKnnHead(D, C, embed_dim=0, k_train=K, attention_heads=1).eval()
-    mixed.refresh(bank_of(head))
+    both = LinearAttnKnnHead(D, C, embed_dim=0, k_train=K, attention_heads=1).eval()
+    both.refresh(bank_of(head))
     rows, target = clusters(307, 4, spread=0.9)
     with torch.no_grad():
-        mixed.linear.fc.weight.copy_(30 * torch.eye(C, D))
+        both.linear.fc.weight.copy_(30 * torch.eye(C, D))
         exact = F.normalize(torch.eye(C, D)[target] + 0.05 * torch.randn(307, D, generator=torch.Generator().manual_seed(3)), dim=1)
-        asked_of = mixed.ask(rows)
-    questions = dataclasses.replace(asked_of, features=exact)
-    fitted: Any = calibrate(mixed.predictor, questions, target, "head")
-    assert fitted.share < 0.35
+        found = both.retrieve(rows)
+    retrieved = dataclasses.replace(found, features=exact)
+    fitted: Any = calibrate(both.predictor, retrieved, target, "head")
+    assert fitted.vote_share < 0.35
     fixed = LinearAttnKnnHead(D, C, embed_dim=0, k_train=K, attention_heads=1, interpolation=0.8).eval()
     fixed.refresh(bank_of(head))
-    again: Any = calibrate(fixed.predictor, questions, target, "head")
-    assert again.share.item() == pytest.approx(0.8)
+    again: Any = calibrate(fixed.predictor, retrieved, target, "head")
+    assert again.vote_share == pytest.approx(0.8)
 
 
 def test_unknown_mode() -> None:
     with pytest.raises(BadOption, match="did you mean 'head'"):
-        calibrate(HeadPredictor(Fixed()), alone(torch.eye(C)), torch.arange(C), "heads")
+        calibrate(HeadPredictor(Fixed()), Retrieved.without_neighbors(torch.eye(C)), torch.arange(C), "heads")
 
 
-# ---------------------------------------------------------------- the panel
+# ---------------------------------------------------------------- the baselines
 
 
-def test_panel_compares_on_the_same_neighbors(asked: tuple[Any, Retrieved, Tensor]) -> None:
-    head, questions, _ = asked
-    panel = beside_neighbors(head, C, "head")
-    assert list(panel.raw) == ["uniform", "distance", "attention"]
-    assert panel.main == "attention"
-    uniform = panel.log_probs(questions, calibrated=False)["uniform"].exp()
-    counts = torch.stack([(bank_of(head).labels[row] == torch.arange(C)[:, None]).sum(1) for row in questions.index])
+def test_baselines_look_at_the_same_neighbors(fitting: tuple[Any, Retrieved, Tensor]) -> None:
+    head, retrieved, _ = fitting
+    predictors = beside_neighbors(head, "head")
+    assert list(predictors.raw) == ["uniform", "distance", "attention"]
+    assert predictors.own == "attention"
+    uniform = predictors.log_probs("uniform", retrieved, calibrated=False).exp()
+    counts = torch.stack([(bank_of(head).labels[row] == torch.arange(C)[:, None]).sum(1) for row in retrieved.index])
     torch.testing.assert_close(uniform, counts / K, atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(panel.log_probs(questions, calibrated=False)["attention"].exp(), head(questions.features).exp())
+    torch.testing.assert_close(predictors.log_probs("attention", retrieved, calibrated=False).exp(), head(retrieved.features).exp())
 
 
-def test_views_are_averaged_as_probabilities(asked: tuple[Any, Retrieved, Tensor]) -> None:
-    head, questions, _ = asked
+def test_views_are_averaged_as_probabilities(fitting: tuple[Any, Retrieved, Tensor]) -> None:
+    head, retrieved, _ = fitting
     with torch.no_grad():
-        other = head.ask(clusters(len(questions), 9)[0])
-    panel = beside_neighbors(head, C, "none")
-    one, two = (panel.log_probs(view, calibrated=False)["attention"] for view in (questions, other))
+        other = head.retrieve(clusters(len(retrieved), 9)[0])
+    predictors = beside_neighbors(head, "none")
+    one, two = (predictors.log_probs("attention", view, calibrated=False) for view in (retrieved, other))
     torch.testing.assert_close(averaged([one, two]).exp(), (one.exp() + two.exp()) / 2)
     assert torch.equal(averaged([one]), one)
 
 
-def test_every_k_from_one_search(asked: tuple[Any, Retrieved, Tensor]) -> None:
-    head, questions, _ = asked
-    found = beside_neighbors(head, C, "none").by_k(questions, [1, 3, K])
+def test_every_k_from_one_search(fitting: tuple[Any, Retrieved, Tensor]) -> None:
+    head, retrieved, _ = fitting
+    found = beside_neighbors(head, "none").by_k(retrieved, [1, 3, K])
     for k, log_probs in ((k, found[k]["uniform"]) for k in (1, 3, K)):
         single = KnnHead(D, C, vote="uniform", k_train=k, embed_dim=0).eval()
-        voter: Any = single.predictor
-        voter.prior = None
+        predictor: Any = single.predictor
+        predictor.prior = None
         single.refresh(bank_of(head))
-        torch.testing.assert_close(log_probs, single(questions.embedding))
+        torch.testing.assert_close(log_probs, single(retrieved.embedding))
 
 
-def test_panel_beside_a_head_without_a_bank(asked: tuple[Any, Retrieved, Tensor]) -> None:
-    head, questions, target = asked
-    asker = baseline_head(D, C, k_train=K).eval()
-    asker.refresh(bank_of(head))
-    start = copy.deepcopy(asker.knn.state_dict())
-    train_attention(asker.knn, asker.without_themselves(bank_of(head).ids), bank_of(head).labels, seed=0)
-    assert any(not torch.equal(start[k], v) for k, v in asker.knn.state_dict().items())
-    linear = nn.Linear(D, C)
-    plain = nn.Sequential(linear, nn.LogSoftmax(1))
-    panel = beside_features(plain, "linear", asker, "head")  # type: ignore[arg-type]
-    assert list(panel.raw) == ["linear", "uniform", "distance", "attention"]
-    assert panel.main == "linear"
-    panel.calibrate(questions, target, 0)
-    again = beside_features(plain, "linear", asker, "head")  # type: ignore[arg-type]
-    again.load_state_dict(panel.state_dict())
-    for name, log_probs in panel.log_probs(questions, calibrated=True).items():
-        assert torch.equal(log_probs, again.log_probs(questions, calibrated=True)[name])
+def test_baselines_of_a_head_without_a_bank(fitting: tuple[Any, Retrieved, Tensor]) -> None:
+    head, retrieved, target = fitting
+    retriever = baseline_head(D, C, k_train=K).eval()
+    retriever.refresh(bank_of(head))
+    start = copy.deepcopy(retriever.vote.state_dict())
+    train_attention(retriever.vote, retriever.leave_one_out(bank_of(head).ids), bank_of(head).labels, seed=0)
+    assert any(not torch.equal(start[k], v) for k, v in retriever.vote.state_dict().items())
+    plain = LinearHead(D, C)
+    predictors = beside_features(plain, "linear", retriever, "head")
+    assert list(predictors.raw) == ["linear", "uniform", "distance", "attention"]
+    assert predictors.own == "linear"
+    predictors.calibrate(retrieved, target, 0)
+    again = beside_features(plain, "linear", retriever, "head")
+    again.load_state_dict(predictors.state_dict())
+    for name in predictors.names:
+        log_probs = predictors.log_probs(name, retrieved, calibrated=True)
+        assert torch.equal(log_probs, again.log_probs(name, retrieved, calibrated=True))
         assert log_probs.exp().sum(1).sub(1).abs().max() < 1e-5
-        assert math.isfinite(nll(panel.calibrated[name], questions, target))
+        assert math.isfinite(nll(predictors.calibrated[name], retrieved, target))
 
 
-def test_a_row_is_the_same_alone_and_in_a_block(asked: tuple[Any, Retrieved, Tensor]) -> None:
-    head, questions, _ = asked
-    together = opinions(head.predictor, questions)
+def test_a_row_is_the_same_alone_and_in_a_block(fitting: tuple[Any, Retrieved, Tensor]) -> None:
+    head, retrieved, _ = fitting
+    together = head.predictor.all_scores(retrieved)
     some = torch.tensor([5, 300, 17])
     with torch.no_grad():
-        torch.testing.assert_close(head.predictor.scores(questions.at(some)), together[some])
-    assert Block(questions.features, questions.embedding, NO_NEIGHBORS, questions.means).neighbors.mask.numel() == 0
+        torch.testing.assert_close(head.predictor.scores(retrieved.block(some)), together[some])
+    assert Block(retrieved.features, retrieved.embedding, NO_NEIGHBORS, retrieved.class_cosines).neighbors.mask.numel() == 0

@@ -23,9 +23,11 @@ from classifiers.metrics import (
     brier,
     classwise_calibration_error,
     confusion_matrix,
+    detailed_metrics,
     equal_mass_calibration_error,
     expected_calibration_error,
     f1_macro,
+    standard_metrics,
     topk_accuracy,
 )
 
@@ -40,7 +42,7 @@ def test_by_hand():
     """Four rows of three classes: two right, with confidences 0.75, 0.5, 0.5 and 0.75 (each in a bin of its own or shared)."""
     probs = torch.tensor([[0.75, 0.25, 0.0], [0.25, 0.5, 0.25], [0.5, 0.25, 0.25], [0.0, 0.25, 0.75]], dtype=torch.float64)
     target = torch.tensor([0, 1, 1, 1])
-    found = metrics(probs.log(), target)
+    found = standard_metrics(probs.log(), target)
     assert found["accuracy"] == 0.5
     assert found["top5"] == 1.0  # there are three classes only
     # class 0: one hit, one false alarm: 2/3. class 1: one hit, two misses: 1/2. class 2: one false alarm: 0
@@ -55,7 +57,7 @@ def test_by_hand():
 @pytest.mark.parametrize("classes", [2, 3, 7, 11])
 def test_against_scikit_learn(classes):
     log_probs, target = predictions(211, classes)
-    found = metrics(log_probs, target)
+    found = standard_metrics(log_probs, target)
     y, probs = target.numpy(), log_probs.double().exp().numpy()
     probs /= probs.sum(1, keepdims=True)
     labels = np.arange(classes)
@@ -96,7 +98,7 @@ def test_full_confidence_counts(sure):
     confidence = torch.full((4,), sure)
     assert expected_calibration_error(confidence, right) == pytest.approx(0.75, abs=1e-6)
     certain = torch.tensor([[0.0, -torch.inf], [-torch.inf, 0.0]])
-    found = metrics(certain, torch.tensor([0, 0]))
+    found = standard_metrics(certain, torch.tensor([0, 0]))
     assert found["ece"] == 0.5
     assert (found["accuracy"], found["nll"], found["brier"]) == (0.5, float("inf"), 1.0)
     assert expected_calibration_error(torch.tensor([0.0]), torch.tensor([False])) == 0.0
@@ -104,7 +106,7 @@ def test_full_confidence_counts(sure):
 
 def test_a_perfect_model():
     probs = torch.eye(7)
-    found = metrics((probs + 1e-30).log(), torch.arange(7))
+    found = standard_metrics((probs + 1e-30).log(), torch.arange(7))
     assert found == {"accuracy": 1, "top5": 1, "f1_macro": 1, "nll": 0, "ece": 0, "brier": 0}
 
 
@@ -137,7 +139,7 @@ def test_sums_do_not_lose_rows():
     log_probs = torch.tensor([0.9, 0.1]).log().expand(n, 2)
     target = (torch.arange(n) % 1000 == 0).long()
     wrong = int(target.sum())
-    found = metrics(log_probs, target)
+    found = standard_metrics(log_probs, target)
     assert found["accuracy"] == (n - wrong) / n
     assert found["brier"] == pytest.approx(((n - wrong) * 0.02 + wrong * 1.62) / n, rel=1e-6)
     assert brier(torch.tensor([[0.9, 0.1]]), torch.tensor([1])) == pytest.approx(1.62, rel=1e-6)
@@ -239,10 +241,10 @@ def test_auroc_against_scikit_learn(decimals):
     assert auroc(torch.zeros(3), torch.tensor([0.0, torch.inf])) == 0.75
 
 
-def test_detailed_names_what_it_measures():
+def test_detailed_metrics_name_what_they_measure():
     log_probs, target = predictions(211, 7, seed=6)
     probs = log_probs.double().exp()
-    found, right = detailed(log_probs, target), probs.argmax(1) == target
+    found, right = detailed_metrics(log_probs, target), probs.argmax(1) == target
     assert found == {
         "ece_equal_mass": equal_mass_calibration_error(probs.amax(1), right),
         "ece_classwise": classwise_calibration_error(probs, target),
@@ -252,4 +254,4 @@ def test_detailed_names_what_it_measures():
         "accuracy_at_95": accuracy_at_coverage(probs.amax(1), right, 0.95),
         "balanced_accuracy": balanced_accuracy(probs.argmax(1), target, 7),
     }
-    assert not set(found) & set(metrics(log_probs, target))
+    assert not set(found) & set(standard_metrics(log_probs, target))

@@ -1,4 +1,4 @@
-"""Heads over a bank: who is a neighbor, what is trained, and what is mixed."""
+"""Heads over a bank: who is a neighbor, what is trained, and what is interpolated."""
 
 import math
 from typing import Any
@@ -58,7 +58,7 @@ def test_a_training_row_is_not_its_own_neighbor() -> None:
     head = on_a_line([0, 1, 1])
     features, index = bank_of(head).embeddings[:1], torch.tensor([0])
     # Its only near neighbor is row 1, of class 1. Row 0 itself would have said 0.
-    near = head.neighbors(head.embed(features), 1, index)
+    near = head.search(head.embed(features), 1, index)
     assert near.index.tolist() == [[1]]
     assert head.loss(features, torch.tensor([1]), index)["knn_nll"] < head.loss(features, torch.tensor([0]), index)["knn_nll"]
 
@@ -67,17 +67,17 @@ def test_both_rows_of_a_mixed_one_are_left_out() -> None:
     head = on_a_line([0, 0, 1])
     both = torch.tensor([[0, 1]])
     soft = torch.tensor([[0.5, 0.5]])
-    assert head.neighbors(bank_of(head).embeddings[:1], 1, both).index.tolist() == [[2]]
+    assert head.search(bank_of(head).embeddings[:1], 1, both).index.tolist() == [[2]]
     certain = head.loss(bank_of(head).embeddings[:1], torch.tensor([[0.0, 1.0]]), both)["knn_nll"]
     assert certain < head.loss(bank_of(head).embeddings[:1], soft, both)["knn_nll"] < 20
 
 
-def test_leaving_oneself_out_changes_the_accuracy() -> None:
+def test_leaving_a_row_out_of_its_own_neighbors_changes_the_accuracy() -> None:
     """Classes that alternate along a line: with itself in the list every row is right, without it every row is wrong."""
     head = on_a_line([0, 1] * 10)
     ids, labels = bank_of(head).ids, bank_of(head).labels
-    out = torch.cat([head.predictor(q) for q in head.without_themselves(ids).blocks()]).argmax(1)
-    kept = torch.cat([head.predictor(q) for q in head.ask(bank_of(head).embeddings).blocks()]).argmax(1)
+    out = torch.cat([head.predictor(block) for block in head.leave_one_out(ids).blocks()]).argmax(1)
+    kept = torch.cat([head.predictor(block) for block in head.retrieve(bank_of(head).embeddings).blocks()]).argmax(1)
     assert (kept == labels).all()
     assert not (out == labels).any()
 
@@ -155,7 +155,7 @@ def test_gradients_reach_backbone_projection_and_attention(name: str, soft: bool
     terms["knn_nll"].backward(retain_graph=True)
     parts = {"backbone": backbone.parameters(), "projection": head.embedder.parameters()}
     if "attn" in name:
-        parts["attention"] = head.knn.weigh.parameters()
+        parts["attention"] = head.vote.weigh.parameters()
     for part, parameters in parts.items():
         norms = [p.grad.norm().item() for p in parameters if p.grad is not None]
         assert norms, part
@@ -184,17 +184,17 @@ def test_parts_have_learning_rates_of_their_own() -> None:
     head = make("linear+attn-knn")
     parts = {name: head.part_of(name) for name, _ in head.named_parameters()}
     assert set(parts.values()) == {"head", "projection", "attention"}
-    assert parts["voter.linear.head.fc.weight"] == "head"
+    assert parts["predictor.linear.head.fc.weight"] == "head"
     assert parts["embedder.project.0.weight"] == "projection"
-    assert parts["voter.knn.weigh.q_proj.weight"] == "attention"
+    assert parts["predictor.vote.weigh.q_proj.weight"] == "attention"
     assert {part for name, part in parts.items() if ".prior." in name} == {"head"}
 
 
 def test_confidence_is_not_trained() -> None:
     head = make("linear+attn-knn")
     frozen = {name for name, p in head.named_parameters() if not p.requires_grad}
-    temperatures = {f"voter{part}.log_temperature" for part in ("", ".linear", ".knn")}
-    assert frozen == temperatures | {"voter.knn.log_vote_temperature", "voter.share_logit"}
+    temperatures = {f"predictor{part}.log_temperature" for part in ("", ".linear", ".vote")}
+    assert frozen == temperatures | {"predictor.vote.log_vote_temperature", "predictor.share_logit"}
 
 
 def test_not_a_number_is_the_loops_business() -> None:
@@ -204,19 +204,19 @@ def test_not_a_number_is_the_loops_business() -> None:
     assert head.eval()(features).isnan().all()
 
 
-# ---------------------------------------------------------------- mixtures, ensembles, values
+# ---------------------------------------------------------------- interpolations, ensembles, values
 
 
 @pytest.mark.parametrize("kind", [LinearKnnHead, LinearAttnKnnHead])
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_a_mixture_is_the_weighted_mean(kind: Any, share: float) -> None:
+def test_an_interpolation_is_the_weighted_mean(kind: Any, share: float) -> None:
     head = with_bank(kind(F_, C, embed_dim=D, k_train=K, interpolation=share)).eval()
     features = torch.randn(B, F_)
     assert isinstance(head.predictor, Interpolation)
-    query = next(head.ask(features).blocks())
-    expected = share * head.predictor.knn(query).exp() + (1 - share) * head.predictor.linear(query).exp()
+    block = next(head.retrieve(features).blocks())
+    expected = share * head.predictor.vote(block).exp() + (1 - share) * head.predictor.linear(block).exp()
     torch.testing.assert_close(head(features).exp(), expected, atol=2e-6, rtol=1e-5)
-    torch.testing.assert_close(head.linear(features), head.predictor.linear(query))
+    torch.testing.assert_close(head.linear(features), head.predictor.linear(block))
 
 
 def test_an_ensemble_is_the_mean_over_k() -> None:
@@ -236,11 +236,11 @@ def test_adaptive_k_trusts_one_neighbor_where_attention_does() -> None:
     head.predictor.prior = None
     weights = torch.tensor([[0.96, 0.01, 0.01, 0.01, 0.005, 0.005]])
     head.predictor.weigh = lambda *_: weights
-    query = next(head.ask(torch.randn(1, F_)).blocks())
-    assert head.predictor.weights(query)[0].count_nonzero() == 2  # exp(entropy) is 1.26
+    block = next(head.retrieve(torch.randn(1, F_)).blocks())
+    assert head.predictor.weights(block)[0].count_nonzero() == 2  # exp(entropy) is 1.26
     uniform = torch.full((1, K), 1 / K)
     head.predictor.weigh = lambda *_: uniform
-    assert head.predictor.weights(query)[0].count_nonzero() == K
+    assert head.predictor.weights(block)[0].count_nonzero() == K
 
 
 def test_tabr_values_train_and_vote() -> None:
@@ -308,10 +308,10 @@ def test_mixed_precision_does_not_move_a_row_from_its_place_in_the_bank(name: st
 
 def test_a_vote_may_have_options() -> None:
     head, features = make("knn", vote="softmax-cosine(temperature=0.5)"), torch.randn(7, F_)
-    query = head.ask(features).at(slice(None))
-    cosine = (query.embedding[:, None] * query.neighbors.embedding).sum(2)
-    torch.testing.assert_close(head.knn.weights(query), (cosine / 0.5).softmax(1))
-    assert head.knn.name == "softmax-cosine"
+    block = head.retrieve(features).block(slice(None))
+    cosine = (block.embedding[:, None] * block.neighbors.embedding).sum(2)
+    torch.testing.assert_close(head.vote.weights(block), (cosine / 0.5).softmax(1))
+    assert head.vote.name == "softmax-cosine"
     for wrong, rule in {"softmax-cosine(heat=1)": "has no option 'heat'", "softmax-cosine(": "must read Name", "sotfmax": "one of"}.items():
         with pytest.raises(BadOption, match=rule):
             make("knn", vote=wrong)

@@ -153,23 +153,21 @@ def parse_call(text: str, flag: str) -> Call:
     return Call(name.strip(), options)
 
 
-def parse_parts(text: str, flag: str) -> list[tuple[Call, int]]:
-    """The calls of a pattern and how often each stands there: "A*6,B(K=9)*6"."""
+def parse_parts(text: str, flag: str, depth: int | None = None) -> list[tuple[Call, int]]:
+    """The calls of a pattern and how often each stands there: "A*6,B(K=9)*6". `depth`: the number of blocks, where it is known."""
     parts: list[tuple[Call, int]] = []
     for part in _split_outside_brackets(text):
         call, star, count = part.rpartition("*") if ")" not in part.rpartition("*")[2] else ("", "", part)
-        if star and (not count.strip().isdecimal() or not 1 <= len(count.strip()) <= 9 or int(count) < 1):
-            raise BadOption(flag, "must read Name*COUNT, with a count of at least 1", part)
+        if star and (not count.strip().isdecimal() or len(count.strip()) > 9 or not 1 <= int(count) <= (depth or int(count))):
+            blocks = "the number of blocks" if depth is None else f"the number of blocks ({depth})"
+            raise BadOption(flag, f"must read Name*COUNT, with a count from 1 to {blocks}", part)
         parts.append((parse_call(call if star else part, flag), int(count) if star else 1))
     return parts
 
 
 def parse_pattern(text: str, depth: int, flag: str) -> list[Call]:
     """A pattern over depth: "A*6,B(K=9)*6" for 12 blocks. A pattern shorter than the depth repeats if it fits."""
-    parts = parse_parts(text, flag)
-    if too_many := [f"{call}*{count}" for call, count in parts if count > depth]:
-        raise BadOption(flag, f"must read Name*COUNT, with a count from 1 to the number of blocks ({depth})", too_many[0])
-    calls = [call for call, count in parts for _ in range(count)]
+    calls = [call for call, count in parse_parts(text, flag, depth) for _ in range(count)]
     if not calls or depth % len(calls):
         raise BadOption(flag, f"must name as many layers as there are blocks ({depth}) or a divisor of it ({len(calls)} named)", text)
     return calls * (depth // len(calls))

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from run.complete import complete
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as main.py has it
 
@@ -25,6 +23,10 @@ import torch.nn.functional as F
 
 import dataset
 from inputs.batches import Batches
+from run.complete import complete
+from run.parts import build_model, loader
+from train_eval import step
+from training.state import TrainingState
 from utils import keep_memory
 
 CPU = torch.device("cpu")
@@ -44,25 +46,26 @@ def training_loop(name: str, repeats: int, **given: Any) -> None:
     """One epoch of ours (schedule, clipping, guards, losses, place) and of a bare loop, in turn, on the same model and batches."""
     data = dataset.load(name)
     config = complete({"dataset": name, **given}, data)
-    train_set = batches(config, data, "train", CPU)
+    train_set = loader(config, data, "train", CPU)
     assert train_set is not None
-    ours, bare = build(config, data, CPU), build(config, data, CPU)
+    options, model = config.training, config.model
+    ours, bare = build_model(config, data, CPU), build_model(config, data, CPU)
     bare_head: Any = bare.head
-    state = State(config, ours, len(train_set), CPU)
-    optimizer = torch.optim.AdamW(bare.parameters(), lr=config.lr, fused=True)  # as ours is
+    state = TrainingState(config, ours, len(train_set), CPU)
+    optimizer = torch.optim.AdamW(bare.parameters(), lr=options.lr, fused=True)  # as ours is
     ready = list(train_set.epoch(0))  # both sides read these: the pipeline has a benchmark of its own
 
     def epoch_of_ours() -> None:
         state.place.batch = 0
         for batch in ready:
-            state.update([batch])
+            step(state, [batch])
 
     def epoch_of_bare() -> None:
         bare.train()
         for batch in ready:
             loss = F.cross_entropy(bare_head.fc(bare.backbone(batch.x)), batch.target)
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(bare.parameters(), config.clip_grad_norm)
+            torch.nn.utils.clip_grad_norm_(bare.parameters(), options.clip_grad_norm)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
@@ -74,7 +77,7 @@ def training_loop(name: str, repeats: int, **given: Any) -> None:
         taken = {call: seconds(call) for call in order}
         ratios.append(taken[epoch_of_bare] / taken[epoch_of_ours])
         speeds.append(len(data.train) / taken[epoch_of_ours])
-    rows = f"{config.batch_size} rows, {config.num_layers} layers of {config.d_hidden}"
+    rows = f"{options.batch_size} rows, {model.num_layers} layers of {model.d_hidden}"
     print(f"training images/s, ours / bare loop ({name}, batches of {rows}): {spread(ratios)}; {statistics.median(speeds):,.0f} images/s")
 
 

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from config import FIELDS, FREE_IN_RESUME, FREE_IN_TEST, Action, Config, check, free_in_test, kind_of, read_yaml, to_yaml
-from run.presets import patch_size_for
+from config import FIELDS, FREE_IN_RESUME, FREE_IN_TEST, TOPIC_OF, TOPICS, Action, Config, check, free_in_test, kind_of, read_yaml, to_yaml
+from run.complete import with_defaults
+from run.presets import PRESETS, patch_size_for
 from utils import BadOption
 
 CIFAR, DIGITS, ROWS = (3, 32, 32), (1, 8, 8), (13,)
+
+
+
+
+def resolve(given: dict[str, Any], shape: tuple[int, ...]) -> Config:
+    """What was given, with presets and defaults, for rows of a shape."""
+    return Config.of(with_defaults(given, shape, {"train": 97}))
 
 
 # ---------------------------------------------------------------- checks
@@ -46,27 +54,31 @@ CIFAR, DIGITS, ROWS = (3, 32, 32), (1, 8, 8), (13,)
 )
 def test_a_wrong_value_is_named_with_its_rule(option, value, rule):
     with pytest.raises(BadOption) as caught:
-        check({"num_epochs": 3, option: value}, Config, Action)
+        check({"num_epochs": 3, option: value}, *TOPICS.values(), Action)
     assert str(caught.value).startswith(f"{option} {rule}")
 
 
 def test_the_edges_of_the_rules_are_allowed():
-    check(dict(batch_size=1, lr=1e-9, dropout=0, branch_ratio=1, imbalance=1, seed=2**63 - 1, label_smoothing=0.0, K=None), Config)
+    check(dict(batch_size=1, lr=1e-9, dropout=0, branch_ratio=1, imbalance=1, seed=2**63 - 1, label_smoothing=0.0, K=None))
     check({"stop_after": 1, "overwrite": True}, Action)
 
 
 def test_an_option_of_another_owner_is_unknown():
     with pytest.raises(BadOption, match=r"^resume is not an option"):
-        check({"resume": "run"}, Config)
+        check({"resume": "run"})
 
 
 def test_every_flag_has_a_topic_a_help_and_a_default_that_passes_its_own_rule():
-    for owner in (Config, Action):
+    for owner in (*TOPICS.values(), Action):
         for field in dataclasses.fields(owner):
-            assert field.metadata["topic"]
             assert field.metadata["help"]
-            check({field.name: field.default}, owner)
-    assert len(FIELDS) == len(dataclasses.fields(Config)) + len(dataclasses.fields(Action))  # no name twice
+            if owner is not Action:
+                assert TOPICS[TOPIC_OF[field.name]] is owner
+            if field.default is not dataclasses.MISSING:
+                check({field.name: field.default}, owner)
+    without = {name for name, field in FIELDS.items() if field.default is dataclasses.MISSING}
+    assert without == {name for name, field in FIELDS.items() if field.metadata["preset"]} | {"k_train", "baselines"}
+    assert len(FIELDS) == sum(len(dataclasses.fields(owner)) for owner in (*TOPICS.values(), Action))  # no name twice
 
 
 def test_kinds_are_those_of_the_annotations():
@@ -81,9 +93,10 @@ def test_kinds_are_those_of_the_annotations():
 @pytest.mark.parametrize("name", ["cifar10", "cifar100", "imagenet"])
 def test_the_published_vit_tiny(name):
     config = resolve({"dataset": name}, shape=CIFAR)
-    size = (config.model, config.patch_size, config.resize, config.num_layers, config.num_heads, config.d_hidden, config.d_mlp)
+    model = config.model
+    size = (model.model, model.patch_size, config.data.resize, model.num_layers, model.num_heads, model.d_hidden, model.d_mlp)
     assert size == ("vit", 16, 224, 12, 3, 192, 768)
-    assert (config.dropout, config.attention_dropout) == (0.1, 0.1)
+    assert (model.dropout, model.attention_dropout) == (0.1, 0.1)
 
 
 def test_every_preset_and_every_kind_of_rows_leaves_nothing_open():
@@ -92,36 +105,40 @@ def test_every_preset_and_every_kind_of_rows_leaves_nothing_open():
     cases += [({"dataset": "npz:some.npz"}, (2, 37, 41)), ({"dataset": "csv:some.csv:y"}, ROWS), ({"dataset": "iris"}, (4,))]
     for given, shape in cases:
         config = resolve(given, shape=shape)
-        check(dataclasses.asdict(config), Config)
-        still_open = {f.name for f in dataclasses.fields(Config) if f.metadata["preset"] and getattr(config, f.name) is None}
-        assert not still_open, given
-        assert config.d_hidden % config.num_heads == 0
-        assert config.model == ("mlp" if len(shape) == 1 else "vit")
-        side = (config.resize, config.resize) if config.resize else shape[1:]
-        assert all(s % config.patch_size == 0 for s in side)
+        values, model = config.flat(), config.model
+        check(values)
+        assert not {name for name, value in values.items() if FIELDS[name].metadata["preset"] and value is None}, given
+        assert model.d_hidden % model.num_heads == 0
+        assert model.model == ("mlp" if len(shape) == 1 else "vit")
+        side = (config.data.resize, config.data.resize) if config.data.resize else shape[1:]
+        assert all(s % model.patch_size == 0 for s in side)
 
 
 def test_what_is_given_wins_over_the_data_set_and_that_over_the_kind():
     given = resolve({"dataset": "cifar10", "patch_size": 7, "lr": 0.5, "K": 5}, shape=CIFAR)
-    assert (given.patch_size, given.lr, given.K) == (7, 0.5, 5)
-    assert (given.num_epochs, given.batch_size, given.scheduler) == (150, 256, "none")  # the data set's
+    assert (given.model.patch_size, given.training.lr, given.layers.K) == (7, 0.5, 5)
+    training = given.training
+    assert (training.num_epochs, training.batch_size, training.scheduler) == (150, 256, "none")  # the data set's
     plain = resolve({"dataset": "folder:photos"}, shape=CIFAR)
-    assert (plain.num_epochs, plain.batch_size, plain.scheduler, plain.resize) == (20, 128, "cosine", 0)  # the kind's
+    training = plain.training
+    assert (training.num_epochs, training.batch_size, training.scheduler, plain.data.resize) == (20, 128, "cosine", 0)  # the kind's
     assert resolve({}, shape=DIGITS) == resolve({"dataset": "digits"}, shape=DIGITS)  # the default
 
 
 def test_options_in_brackets_keep_the_preset():
-    assert resolve({"dataset": "fake(train=31)"}, shape=CIFAR).num_epochs == resolve({"dataset": "fake"}, shape=CIFAR).num_epochs == 2
+    for name in ("fake", "fake(train=31)"):
+        assert resolve({"dataset": name}, shape=CIFAR).training.num_epochs == 2
 
 
 def test_the_patch_suits_the_size_that_the_model_sees():
-    assert resolve({"dataset": "fake"}, shape=CIFAR).patch_size == 4
-    assert resolve({"dataset": "fake", "resize": 224}, shape=CIFAR).patch_size == 16
+    assert resolve({"dataset": "fake"}, shape=CIFAR).model.patch_size == 4
+    assert resolve({"dataset": "fake", "resize": 224}, shape=CIFAR).model.patch_size == 16
 
 
 def test_a_timm_model_decides_its_own_size_unless_told():
-    assert resolve({"dataset": "cifar10", "model": "timm/resnet18"}, shape=CIFAR).resize is None
-    assert resolve({"dataset": "cifar10", "model": "timm/resnet18", "resize": 64}, shape=CIFAR).resize == 64
+    assert resolve({"dataset": "cifar10", "model": "timm/resnet18"}, shape=CIFAR).data.resize == 0  # not the 224 of the data set
+    assert resolve({"dataset": "fake", "model": "timm/vit_tiny_patch16_224"}, shape=CIFAR).data.resize == 224
+    assert resolve({"dataset": "cifar10", "model": "timm/resnet18", "resize": 64}, shape=CIFAR).data.resize == 64
 
 
 @pytest.mark.parametrize(
@@ -151,7 +168,7 @@ def test_yaml_repeats_a_run(tmp_path):
     )  # fmt: skip
     file.write_text(to_yaml(config))
     assert resolve(read_yaml(str(file)), shape=CIFAR) == config
-    file.write_text(to_yaml(replace(config, output_dir="runs/a")))  # repeated beside the run, not over it
+    file.write_text(to_yaml(config.but(output_dir="runs/a")))  # repeated beside the run, not over it
     assert resolve(read_yaml(str(file)), shape=CIFAR) == config
 
 
@@ -160,7 +177,7 @@ def test_yaml_numbers_as_people_write_them(tmp_path):
     file.write_text("lr: 1e-3\nweight_decay: 1\nlabel_noise: 0.2\nK: 9\naugment: yes\npretrained: null\nscheduler: none\n")
     values = read_yaml(str(file))
     assert values == {"lr": 0.001, "weight_decay": 1, "label_noise": "0.2", "K": 9, "augment": True, "scheduler": "none"}
-    check(values, Config)
+    check(values)
 
 
 @pytest.mark.parametrize(

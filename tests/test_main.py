@@ -183,9 +183,9 @@ def test_plugin_with_a_mistake(here: Path, capsys: pytest.CaptureFixture[str]) -
     assert "--plugin could not be imported (ZeroDivisionError: division by zero, line 2)" in refused(["--plugin", "broken.py"], capsys)
 
 
-def test_unused_layer_flags_are_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ignored_layer_flags_are_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*FAKE, "--K", "3", "--magnitude_type", "cosine", "--output_dir", "run"]) == 0
-    assert "unused by Attention: --K, --magnitude_type" in capsys.readouterr().err.splitlines()
+    assert "ignored because of --layer Attention: --K, --magnitude_type" in capsys.readouterr().err.splitlines()
 
 
 @pytest.mark.parametrize("layer", list(LAYERS))
@@ -199,10 +199,10 @@ def test_every_layer_trains(layer: str, here: Path, capsys: pytest.CaptureFixtur
     said = capsys.readouterr().err
     assert "--similarity_type: ignored" in said
     assert "--aggregation_type: ignored" in said
-    unused = next((line for line in said.splitlines() if line.startswith("unused by")), "")
+    ignored = next((line for line in said.splitlines() if line.startswith("ignored because of --layer")), "")
     known = options_of(LAYERS[layer])
     for name in ("K", "sampling_type", "branch_ratio", "sparse_mode"):
-        assert (f"--{name}" in re.findall(r"--\w+", unused)) == (name not in known)
+        assert (f"--{name}" in re.findall(r"--\w+", ignored)) == (name not in known)
 
 
 @pytest.mark.parametrize(

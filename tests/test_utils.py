@@ -9,11 +9,11 @@ import random
 import signal
 
 import numpy as np
-import progress
 import pytest
 import torch
 
 import utils
+from training import progress
 from utils import (
     BadOption,
     Call,

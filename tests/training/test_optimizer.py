@@ -1,27 +1,22 @@
-"""Which weights learn at which rate; and that a stop between two refreshes of the bank leaves no trace in what moves them."""
+"""Which weights learn at which rate, and how the rate goes over time."""
 
 from __future__ import annotations
 
-import os
-import signal
-from pathlib import Path
+import json
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from classifiers import HEADS, AttnKnnHead
+from classifiers import HEADS
 from classifiers.classifier import Classifier
 from classifiers.neighbor_heads import NeighborHead
-from config import Action
-from inputs import store
-from run.run import run
-from tests.test_run import TINY, assert_same
-from tests.test_train import CLASSES, batches, classifier, configured, state
+from tests.training.made import CLASSES, batches, classifier, configured, state
+from train_eval import step
 from training.bank import build_bank
-from training.optimizer import make_optimizer
-from utils import Stopped
+from training.optimizer import Schedule, make_optimizer
 
 pytestmark = pytest.mark.usefixtures("without_a_stopwatch")
 EMBEDDING: dict[str, Any] = {"embed_dim": 6, "k_train": 5}
@@ -46,7 +41,7 @@ def part_of_each(model: Classifier) -> dict[str, str]:
     inside: list[tuple[str, nn.Module | None]] = [("backbone", model.backbone)]
     if isinstance(model.head, NeighborHead):
         inside.append(("projection", model.head.embedder))
-        inside += [("attention", part) for part in (model.head.knn.weigh, model.head.knn.values) if isinstance(part, nn.Module)]
+        inside += [("attention", part) for part in (model.head.vote.weigh, model.head.vote.values) if isinstance(part, nn.Module)]
     known = {id(p): part for part, module in inside if module is not None for p in module.parameters()}
     return {name: known.get(id(p), "head") for name, p in model.named_parameters() if p.requires_grad}
 
@@ -54,7 +49,7 @@ def part_of_each(model: Classifier) -> dict[str, str]:
 def rates_of_each(model: Classifier, **given: Any) -> dict[str, tuple[str, float]]:
     """By name, the group and its peak rate; fails if a parameter is in two groups."""
     names = {id(p): name for name, p in model.named_parameters()}
-    groups = make_optimizer(configured(**given), model).param_groups
+    groups = make_optimizer(configured(**given).training, model).param_groups
     listed = [(names[id(p)], (group["name"], group["peak_lr"])) for group in groups for p in group["params"]]
     assert len(listed) == len({name for name, _ in listed})
     return dict(listed)
@@ -93,7 +88,7 @@ def test_what_only_calibration_fits_is_in_no_group() -> None:
     found = rates_of_each(made("linear+attn-knn"))
     held = {name for name in dict(made("linear+attn-knn").named_parameters()) if name not in found}
     assert {name.rpartition(".")[2] for name in held} == {"log_temperature", "log_vote_temperature", "share_logit"}
-    assert not any(name.endswith("prior.share_logit") for name in held)  # the prior learns, the share of the mixture does not
+    assert not any(name.endswith("prior.share_logit") for name in held)  # the prior learns, the share of the interpolation does not
 
 
 def test_weights_decay_in_every_part_and_biases_in_none() -> None:
@@ -101,7 +96,7 @@ def test_weights_decay_in_every_part_and_biases_in_none() -> None:
     parameters = dict(model.named_parameters())
     names = {id(p): name for name, p in parameters.items()}
     decays: dict[bool, set[str]] = {True: set(), False: set()}
-    for group in make_optimizer(configured(weight_decay=0.05, **RATES), model).param_groups:
+    for group in make_optimizer(configured(weight_decay=0.05, **RATES).training, model).param_groups:
         assert group["weight_decay"] in (0.0, 0.05)
         decays[group["weight_decay"] > 0] |= {names[id(p)] for p in group["params"]}
     parts = part_of_each(model)
@@ -119,65 +114,107 @@ def test_a_part_whose_rate_is_zero_stands_still_while_the_others_move(still: str
     run = state(model, **rates)
     before: dict[str, Tensor] = {name: p.detach().clone() for name, p in model.named_parameters()}
     for batch in data.epoch():
-        run.update([batch])
+        step(run, [batch])
     parts = part_of_each(model)
     moved = {parts[name] for name, p in model.named_parameters() if name in parts and not torch.equal(p, before[name])}
     assert moved == set(PARTS) - {still}
 
 
-# ---------------------------------------------------------------- stopped between two refreshes of the bank
+# ---------------------------------------------------------------- learning rate
 
 
-class Interrupted(AttnKnnHead):
-    """Sends its own process a signal at its n-th loss."""
-
-    at, count = -1, 0
-
-    def loss(self, features: Tensor, target: Tensor, index: Tensor) -> dict[str, Tensor]:
-        cls = Interrupted
-        cls.count += 1
-        if cls.count == cls.at:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return super().loss(features, target, index)
+def rates(updates: int, per_epoch: int = 5, **given: Any) -> list[float]:
+    config = configured(lr=2.0, **given)
+    schedule = Schedule(config.training, make_optimizer(config.training, classifier()), per_epoch)
+    found = []
+    for update in range(updates):
+        schedule.before_update(update)
+        found.append(schedule.lr)
+    return found
 
 
-HEADS.register("interrupted")(Interrupted)
+def test_warm_up_is_a_line_to_the_peak():
+    found = rates(12, num_epochs=4, warmup_epochs=1.4)  # 7 updates
+    assert found == pytest.approx([2 * n / 8 for n in range(1, 8)] + [2.0] * 5)
 
 
-@pytest.fixture(autouse=True)
-def nothing_left_behind():
-    yield
-    Interrupted.at = -1
+def test_cosine_goes_from_the_peak_to_zero():
+    found = rates(21, num_epochs=4, warmup_epochs=1, scheduler="cosine")  # 5 updates of warm-up, 15 of cosine
+    assert found[5] == 2.0
+    assert found[5:] == pytest.approx([1 + math.cos(math.pi * n / 15) for n in range(16)], abs=1e-12)
+    assert found[20] == pytest.approx(0, abs=1e-15)  # the update after the last
+    assert 0 < found[19] < 0.03
+    assert found[5:] == sorted(found[5:], reverse=True)
 
 
-# 88 rows: 8 batches an epoch, and round(0.37 * 8) = 3 between refreshes. With --calibrate none the panel has nothing to fit.
-SAMPLED: dict[str, Any] = {
-    **TINY, "head": "interrupted", "embed_dim": 8, "k_train": 5, "memory_update_freq": 0.37, "neighbor_sample": 0.4, "calibrate": "none",
-    "batch_size": 11, "accumulate": 1, "num_epochs": 3, "lr_projection": 5e-3, "lr_attention": 2e-3, "lr_backbone": 8e-3,
-}  # fmt: skip
+def test_steps():
+    found = rates(35, num_epochs=7, scheduler="step", lr_step=3, lr_gamma=0.5)
+    assert found == pytest.approx([2.0] * 15 + [1.0] * 15 + [0.5] * 5)
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs") / "whole"
-    run({**SAMPLED, "output_dir": str(folder)}, Action())
-    torch.use_deterministic_algorithms(False)
-    return folder
+def test_plateau_waits_for_the_loss_to_fall():
+    config = configured(lr=2.0, scheduler="plateau", lr_step=1, lr_gamma=0.5)
+    schedule = Schedule(config.training, make_optimizer(config.training, classifier()), 5)
+    found = []
+    #        new  new  stale stale(2 > 1)   new  stale  not lower: stale
+    losses = [3.0, 2.0, 2.5, 2.1, 1.9, 1.95, 1.9, 1.0]
+    for epoch, loss in enumerate(losses):
+        schedule.before_update(5 * epoch)
+        found.append(schedule.lr)
+        schedule.after_epoch(loss)
+    assert found == [2, 2, 2, 2, 1, 1, 1, 0.5]
+
+    again = Schedule(config.training, make_optimizer(config.training, classifier()), 5)
+    again.load_state_dict(json.loads(json.dumps(schedule.state_dict())))
+    for loss in (1.5, 1.6, 1.7):
+        schedule.after_epoch(loss)
+        again.after_epoch(loss)
+    assert again.factor(99) == schedule.factor(99) == 0.125
 
 
-@pytest.mark.parametrize("at", [4, 12, 17], ids=["between two", "where one is due", "after evaluation made a newer bank"])
-def test_a_stop_in_mid_epoch_leaves_no_trace_in_weights_average_and_bank(at: int, whole: Path, tmp_path: Path) -> None:
-    parts = tmp_path / "parts"
-    Interrupted.at, Interrupted.count = at, 0
-    where = f"stopped by SIGTERM in epoch {at // 8 + 1}, batch {at % 8} of 8"
-    with pytest.raises(Stopped, match=where):
-        run({**SAMPLED, "output_dir": str(parts)}, Action())
-    groups, facts = store.load(parts / "checkpoints" / "last")
-    assert {"model", "ema", "bank", "training"} <= set(groups)
-    assert (facts["training"]["place"]["updates"], facts["training"]["place"]["batch"]) == (at, at % 8)
-    torch.rand(7)  # whatever else happened in between
-    run({}, Action(resume=str(parts)))
-    assert_same(whole, parts)
-    last, best = (store.load(whole / "checkpoints" / name)[0] for name in ("last", "best"))
-    assert {"model", "ema", "bank", "training"} <= set(last)  # so that there was something to compare
-    assert not torch.equal(last["bank"]["embedding"], best["bank"]["embedding"])
+def test_other_schedules_do_not_look_at_the_loss():
+    config = configured(lr=2.0, scheduler="none", lr_step=1)
+    schedule = Schedule(config.training, make_optimizer(config.training, classifier()), 5)
+    for _ in range(5):
+        schedule.after_epoch(9.0)
+    schedule.before_update(30)
+    assert schedule.lr == 2.0
+
+
+
+# ---------------------------------------------------------------- optimizer
+
+
+def test_weight_decay_is_for_matrices_and_the_backbone_may_have_its_own_rate():
+    model = classifier()
+    optimizer = make_optimizer(configured(optimizer="adamw", lr=0.3, lr_backbone=0.03, weight_decay=0.05).training, model)
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = {names[id(p)]: (group["peak_lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]}
+    assert found == {
+        "backbone.fc.weight": (0.03, 0.05),
+        "backbone.fc.bias": (0.03, 0),
+        "backbone.norm.weight": (0.03, 0),
+        "backbone.norm.bias": (0.03, 0),
+        "backbone.cls_token": (0.03, 0),
+        "head.fc.weight": (0.3, 0.05),
+        "head.fc.bias": (0.3, 0),
+    }
+    config = configured(lr=0.3, lr_backbone=0.03, num_epochs=2, warmup_epochs=1)
+    optimizer = make_optimizer(config.training, model)
+    Schedule(config.training, optimizer, 4).before_update(0)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.03 / 5, 0.03 / 5, 0.3 / 5, 0.3 / 5])
+
+
+def test_frozen_weights_are_left_out():
+    model = classifier()
+    model.backbone.requires_grad_(False)
+    optimizer = make_optimizer(configured().training, model)
+    assert [group["name"] for group in optimizer.param_groups] == ["head", "head"]
+
+
+@pytest.mark.parametrize(("name", "kind"), [("adam", torch.optim.Adam), ("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD)])
+def test_optimizers_by_name(name, kind):
+    optimizer = make_optimizer(configured(optimizer=name, momentum=0.7).training, classifier())
+    assert type(optimizer) is kind
+    if name == "sgd":
+        assert all(group["momentum"] == 0.7 and group["nesterov"] for group in optimizer.param_groups)

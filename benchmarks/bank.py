@@ -88,8 +88,8 @@ def search_and_vote(rows: int, rounds: int) -> None:
     @torch.no_grad()
     def vote(ids: Tensor) -> Tensor:
         """What the head does with embeddings: search, attention, class means, prior."""
-        near = head.neighbors(x[ids], K, ids)
-        log_probs: Tensor = head.predictor(head.query(x[ids], x[ids], near, ids))
+        near = head.search(x[ids], K, ids)
+        log_probs: Tensor = head.predictor(head.block(x[ids], x[ids], near, ids))
         return log_probs
 
     taken = interleaved(

@@ -49,7 +49,7 @@ def check_validation(config: Config, data: Data) -> None:
     head = HEADS[config.head.head]
     if head.wants_bank and config.evaluation.calibrate is None:
         fitted = "interpolation" in options_of(head) and config.head.interpolation is None
-        say(f"calibrate: none (no validation rows{'; lambda stays at one half' if fitted else ''})")
+        say(f"calibrate: none (no validation rows{'; the share of the vote stays at one half' if fitted else ''})")
 
 
 def needs_validation(config: Config, data: Data) -> str:

@@ -90,7 +90,7 @@ def test_a_walk_sees_imports_inside_functions() -> None:
     assert "models.backbones" in imported_by("models")  # late, because timm takes its time
 
 
-@pytest.mark.parametrize("file", map(str, files()))
+@pytest.mark.parametrize("file", [str(f) for f in files()])
 def test_files_and_functions_are_short_enough_to_read(file: str) -> None:
     text = (ROOT / file).read_text()
     assert len(text.splitlines()) <= MOST_LINES

@@ -10,12 +10,12 @@ import sys
 import threading
 from pathlib import Path
 
-import checkpoint
 import pytest
 import torch
 
 from classifiers.bank import Bank
 from classifiers.index import kept
+from inputs import store
 from tests.classifiers.reference import assert_exact, filled, rewritten
 from utils import BadOption
 
@@ -186,8 +186,8 @@ def test_a_bank_comes_back_from_a_checkpoint(tmp_path, kind):
     bank.add(queries + 3, range(23), ids=range(1000, 1023))
     wanted = bank.search(queries + 3, 5)
     rows, rest = bank.pack()
-    checkpoint.save(tmp_path, {"bank": rows}, {"bank": rest})
-    tensors, facts = checkpoint.load(tmp_path)
+    store.save(tmp_path, {"bank": rows}, {"bank": rest})
+    tensors, facts = store.load(tmp_path)
     again = Bank.unpack(tensors["bank"], facts["bank"])
     for mine, other in zip(vars(wanted).values(), vars(again.search(queries + 3, 5)).values(), strict=True):
         assert (mine == other).all()

@@ -1,4 +1,4 @@
-"""What a run says of its votes: fitted to the rows it may see, and counted again here from the stored bank with NumPy."""
+"""What a run says of its predictors: fitted to the rows they may see, and counted again here from the stored bank with NumPy."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from experiments import measuring
 from torch import Tensor
 
 from classifiers.predictors import Vote
-from classifiers.retrieved import Retrieved
+from classifiers.retrieved import Block, Retrieved
 from config import Action
 from evaluation.baselines import Predictors
+from evaluation.evaluator import Evaluator
 from inputs import store
 from inputs.batches import Sets
-from run.load import Loaded
-from run.parts import features_of
+from run import prepare
+from run.load import Loaded, load
 from run.prepare import prepare_loaded
 from run.run import run
-from tests.test_run import TINY
+from tests.run.test_run import TINY
 
 pytestmark = pytest.mark.usefixtures("without_a_stopwatch")
 LEAST = np.finfo(np.float32).eps  # what a vote without a prior says of a class that no neighbor has
@@ -36,15 +36,15 @@ def options(head: str) -> dict[str, Any]:
 
 
 class Finished(NamedTuple):
-    again: Loaded
-    judge: Judge
+    loaded: Loaded
+    evaluator: Evaluator
     sets: Sets
 
 
 def opened(folder: Path, **given: Any) -> Finished:
-    again = load_run(str(folder), given)
-    judge = prepare_loaded(again, folder)
-    return Finished(again, judge, judge.sets)
+    loaded = load(str(folder), given)
+    evaluator = prepare_loaded(loaded)
+    return Finished(loaded, evaluator, evaluator.sets)
 
 
 def evaluated(folder: Path, out: Path, **given: Any) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def evaluated(folder: Path, out: Path, **given: Any) -> dict[str, Any]:
 def stored_bank(folder: Path) -> tuple[np.ndarray, np.ndarray]:
     """Embeddings and labels of the bank of a run, in the order of ids."""
     groups, _ = store.load(folder / "checkpoints" / "best")
-    bank = groups.get("bank") or groups["compared"]
+    bank = groups.get("bank") or groups["baseline_bank"]
     order = bank["id"].argsort()
     return bank["embedding"][order].double().numpy(), bank["label"][order].numpy()
 
@@ -81,11 +81,11 @@ def assert_scores(found: dict[str, float], probs: np.ndarray, target: np.ndarray
     assert found["nll"] == pytest.approx(-np.log(np.maximum(probs[np.arange(len(target)), target], LEAST)).mean(), rel=1e-5)
 
 
-# ---------------------------------------------------------------- who may be looked at
+# ---------------------------------------------------------------- which rows may be looked at
 
 
 class Fit(NamedTuple):
-    questions: Retrieved
+    retrieved: Retrieved
     target: Tensor
     mode: str
 
@@ -95,18 +95,18 @@ def fits(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Fit], list[Fit]]:
     """Every fit of a confidence, and of an attention to the bank's own rows; they are done as ever."""
     confidence: list[Fit] = []
     attention: list[Fit] = []
-    calibrate, train_attention = Predictors.calibrate, measuring.train_attention
+    calibrate, train_attention = Predictors.calibrate, prepare.train_attention
 
-    def watched(panel: Predictors, questions: Retrieved, target: Tensor, seed: int) -> None:
-        confidence.append(Fit(questions, target, panel.mode))
-        calibrate(panel, questions, target, seed)
+    def watched(predictors: Predictors, retrieved: Retrieved, target: Tensor, seed: int) -> None:
+        confidence.append(Fit(retrieved, target, predictors.mode))
+        calibrate(predictors, retrieved, target, seed)
 
-    def trained(voter: Vote, questions: Retrieved, target: Tensor, seed: int) -> None:
-        attention.append(Fit(questions, target, "attention"))
-        train_attention(voter, questions, target, seed)
+    def trained(vote: Vote, retrieved: Retrieved, target: Tensor, seed: int) -> None:
+        attention.append(Fit(retrieved, target, "attention"))
+        train_attention(vote, retrieved, target, seed)
 
     monkeypatch.setattr(Predictors, "calibrate", watched)
-    monkeypatch.setattr(measuring, "train_attention", trained)
+    monkeypatch.setattr(prepare, "train_attention", trained)
     return confidence, attention
 
 
@@ -115,15 +115,15 @@ def test_the_confidence_is_fitted_to_validation_rows_only(head: str, fits: tuple
     folder = tmp_path / "run"
     run({**options(head), "output_dir": str(folder)}, Action())
     evaluated(folder, tmp_path / "again", calibrate="temperature")  # fitted anew, from the checkpoint
-    again, _, sets = opened(folder)
-    data = again.data
+    loaded, _, sets = opened(folder)
+    data = loaded.data
     assert data.val is not None
     assert sets.val is not None
-    wanted = features_of(again.model, sets.val)
+    wanted = loaded.model.of_rows(sets.val)
     assert (stored_bank(folder)[1] == data.train.y).all()
     for fit, mode in zip(fits[0], ("head", "temperature"), strict=True):
         assert fit.mode == mode
-        assert torch.equal(fit.questions.features, wanted)
+        assert torch.equal(fit.retrieved.features, wanted)
         assert torch.equal(fit.target, torch.from_numpy(data.val.y))
 
 
@@ -131,12 +131,12 @@ def test_an_attention_over_a_bank_is_trained_on_training_rows_that_are_not_their
     fits: tuple[list[Fit], list[Fit]], tmp_path: Path
 ) -> None:
     run({**options("linear"), "output_dir": str(tmp_path / "run")}, Action())
-    again = load_run(str(tmp_path / "run"), {})
+    loaded = load(str(tmp_path / "run"), {})
     (fit,) = fits[1]
-    assert torch.equal(fit.target, torch.from_numpy(again.data.train.y))
-    assert torch.equal(fit.questions.embedding.double(), torch.from_numpy(stored_bank(tmp_path / "run")[0]))
-    assert fit.questions.mask.all()
-    assert not (fit.questions.index == torch.arange(len(fit.target))[:, None]).any()
+    assert torch.equal(fit.target, torch.from_numpy(loaded.data.train.y))
+    assert torch.equal(fit.retrieved.embedding.double(), torch.from_numpy(stored_bank(tmp_path / "run")[0]))
+    assert fit.retrieved.mask.all()
+    assert not (fit.retrieved.index == torch.arange(len(fit.target))[:, None]).any()
 
 
 def write_images(path: Path, change: str) -> None:
@@ -173,7 +173,7 @@ def test_nothing_that_is_kept_depends_on_the_test_rows(change: str, trained_on: 
     scores = [json.loads((folder / "results.json").read_text())["test"] for folder in (first, second)]
     assert scores[0] != scores[1]  # the test rows did change
     (one, _), (two, _) = (store.load(folder / "checkpoints" / "best") for folder in (first, second))
-    assert one.keys() == two.keys() >= {"model", "votes"}
+    assert one.keys() == two.keys() >= {"model", "predictors"}
     for group, tensors in one.items():
         assert tensors.keys() == two[group].keys()
         assert [name for name in tensors if not torch.equal(tensors[name], two[group][name])] == [], group
@@ -235,51 +235,50 @@ def fewest(weights: np.ndarray) -> np.ndarray:
 
 
 def test_a_vote_of_several_k_is_the_mean_of_their_votes(tables: Tables, tmp_path: Path) -> None:
-    found = evaluated(tables.folder, tmp_path, k_ensemble="1,5")["votes"]
+    found = evaluated(tables.folder, tmp_path, k_ensemble="1,5")["predictors"]
     assert (found["k"], found["ensemble"]) == (5, [1, 5])
     squared, index = nearest(tables.rows, tables.queries, 5)
     labels = tables.labels[index]
     for name, weights in (("uniform", np.ones_like(squared)), ("distance", inverse(squared))):
         of_k = [counted(weights[:, :k], labels[:, :k], CLASSES) for k in (1, 5)]
-        assert_scores(found["voters"][name]["raw"], (of_k[0] + of_k[1]) / 2, tables.target)
+        assert_scores(found["scores"][name]["raw"], (of_k[0] + of_k[1]) / 2, tables.target)
         for alone in of_k:  # the mean is neither of them
             nll = -np.log(np.maximum(alone[np.arange(len(alone)), tables.target], LEAST)).mean()
-            assert found["voters"][name]["raw"]["nll"] != pytest.approx(nll, rel=1e-4)
+            assert found["scores"][name]["raw"]["nll"] != pytest.approx(nll, rel=1e-4)
 
 
-def test_as_many_neighbors_as_the_weights_speak_of(tables: Tables, tmp_path: Path) -> None:
-    found = evaluated(tables.folder, tmp_path, k_eval="7", adaptive_k=True)["votes"]["voters"]
+def test_adaptive_k_keeps_the_heaviest_neighbors(tables: Tables, tmp_path: Path) -> None:
+    found = evaluated(tables.folder, tmp_path, k_eval="7", adaptive_k=True)["predictors"]["scores"]
     squared, index = nearest(tables.rows, tables.queries, 7)
     labels, all_of_them = tables.labels[index], np.full_like(squared, 1 / 7)
     few = fewest(inverse(squared))
     assert 1 < ((few > 0).sum(1) < 7).sum() < len(few)  # some rows need all, some do not
     assert_scores(found["distance"]["raw"], counted(few, labels, CLASSES), tables.target)
-    np.testing.assert_allclose(fewest(all_of_them), all_of_them)  # equal weights speak of all
-    without = evaluated(tables.folder, tmp_path / "all", k_eval="7")["votes"]["voters"]
+    np.testing.assert_allclose(fewest(all_of_them), all_of_them)  # equal weights keep all
+    without = evaluated(tables.folder, tmp_path / "all", k_eval="7")["predictors"]["scores"]
     assert found["uniform"]["raw"] == without["uniform"]["raw"]
     assert found["distance"]["raw"]["nll"] != without["distance"]["raw"]["nll"]
 
 
 def test_adaptive_attention_rests_on_the_heaviest_neighbors(tables: Tables, tmp_path: Path) -> None:
-    """Of the votes beside a head, the attention too; of its vote the rest (prior, temperature) is as without."""
-    _, judge, sets = opened(tables.folder, k_eval="7", adaptive_k=True)
-    voter = judge.panel.raw["attention"]
-    assert isinstance(voter, Vote)
-    voter.eval()
-    questions = judge.ask(sets.test)
-    query: Query = questions.at(slice(None))
-    near = query.neighbors
+    """Among the baselines the attention too; the rest of its vote (prior, temperature) is as without."""
+    _, evaluator, sets = opened(tables.folder, k_eval="7", adaptive_k=True)
+    vote = evaluator.predictors.raw["attention"]
+    assert isinstance(vote, Vote)
+    vote.eval()
+    block: Block = evaluator.retrieve(sets.test).block(slice(None))
+    near = block.neighbors
     squared, index = nearest(tables.rows, tables.queries, 7)
     assert (near.index.numpy() == index).all()
     np.testing.assert_allclose(near.distance, squared, atol=1e-6)
     with torch.no_grad():
-        plain = voter.weigh(query.embedding, near.embedding, near.distance, near.label, near.mask)
+        plain = vote.weigh(block.embedding, near.embedding, near.distance, near.label, near.mask)
         wanted = fewest(plain.double().numpy())
         assert ((wanted > 0).sum(1) < 7).any()
-        np.testing.assert_allclose(voter.weights(query), wanted, atol=1e-6)
-        opinion = torch.from_numpy(counted(wanted, tables.labels[index], CLASSES)).float()
-        log_probs = voter.log_probs(opinion, query.context)
-    found = evaluated(tables.folder, tmp_path, k_eval="7", adaptive_k=True)["votes"]["voters"]["attention"]["raw"]
+        np.testing.assert_allclose(vote.weights(block), wanted, atol=1e-6)
+        scores = torch.from_numpy(counted(wanted, tables.labels[index], CLASSES)).float()
+        log_probs = vote.log_probs(scores, block.context)
+    found = evaluated(tables.folder, tmp_path, k_eval="7", adaptive_k=True)["predictors"]["scores"]["attention"]["raw"]
     assert found["nll"] == pytest.approx(-log_probs[torch.arange(len(index)), torch.from_numpy(tables.target)].mean().item(), rel=1e-5)
 
 
@@ -334,32 +333,32 @@ VIEWS = 3
 def test_averaged_views_are_the_mean_of_the_probabilities_of_each(head: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     results = run({**options(head), "tta": VIEWS, "calibrate": "temperature", "output_dir": str(folder)}, Action())
-    again, judge, sets = opened(folder)
-    model, panel = again.model.eval(), judge.panel
+    loaded, evaluator, sets = opened(folder)
+    model, predictors = loaded.model.eval(), evaluator.predictors
     rows, labels = stored_bank(folder)
-    seen: dict[str, list[Tensor]] = {panel.main: [], "uniform": []}
+    seen: dict[str, list[Tensor]] = {predictors.own: [], "uniform": []}
     with torch.no_grad():
         for view in range(VIEWS):
             batches = list(sets.test.seen_as(view).epoch())
             features = torch.cat([model.backbone(batch.x) for batch in batches])
             embedding = model.head.embed(features) if model.head.wants_bank else torch.nn.functional.normalize(features, dim=1)
-            index = nearest(rows, embedding.double().numpy(), results["votes"]["k"])[1]
+            index = nearest(rows, embedding.double().numpy(), results["predictors"]["k"])[1]
             shares = counted(np.ones(index.shape), labels[index], 3)
-            seen[panel.main].append(torch.cat([model(batch.x) for batch in batches]))
+            seen[predictors.own].append(torch.cat([model(batch.x) for batch in batches]))
             seen["uniform"].append(torch.from_numpy(np.maximum(shares, LEAST)).log().float())
-    target = torch.from_numpy(again.data.test.y)
-    found = judge.variants([judge.ask(sets.test.seen_as(view)) for view in range(VIEWS)])
+    target = torch.from_numpy(loaded.data.test.y)
+    found = evaluator.variants([evaluator.retrieve(sets.test.seen_as(view)) for view in range(VIEWS)])
     for name, views in seen.items():
         assert not torch.allclose(views[0], views[1], atol=1e-3)
         assert not torch.allclose(views[1], views[2], atol=1e-3)
-        voter: Any = panel.calibrated[name]
-        temperature = voter.log_temperature.exp().item()
+        predictor: Any = predictors.calibrated[name]
+        temperature = predictor.log_temperature.exp().item()
         assert temperature != 1
         for kind, of_view in (("raw", views), ("calibrated", [(view / temperature).log_softmax(1) for view in views])):
             mean = torch.stack(of_view).exp().mean(0)
             np.testing.assert_allclose(found[f"{kind}_tta"][name].exp(), mean, atol=1e-5)
             np.testing.assert_allclose(found[kind][name].exp(), of_view[0].exp(), atol=1e-5)
-            scores = results["votes"]["voters"][name][f"{kind}_tta"]
+            scores = results["predictors"]["scores"][name][f"{kind}_tta"]
             assert scores["nll"] == pytest.approx(-mean[torch.arange(len(mean)), target].log().mean().item(), rel=1e-4)
             assert scores["brier"] == pytest.approx((mean - torch.eye(3)[target]).square().sum(1).mean().item(), rel=1e-4)
-    assert results["test"] == results["votes"]["voters"][panel.main]["calibrated_tta"]
+    assert results["test"] == results["predictors"]["scores"][predictors.own]["calibrated_tta"]

@@ -13,18 +13,19 @@ from PIL import Image
 from torch import Tensor
 
 from classifiers.predictors import Interpolation, Vote
-from explain.cases import Predictors, worth_a_bar
+from evaluation.evaluator import Evaluator
+from explain.cases import Votes, worth_a_bar
 from explain.neighbors import images_of, ranges, summary
 from explain.subject import pick_image
 from main import main
-from run.load import Loaded
+from run.load import Loaded, load
 from run.prepare import prepare_loaded
 
 SMALL = ["--num_layers", "1", "--num_heads", "3", "--d_hidden", "15", "--d_mlp", "7", "--num_epochs", "2", "--batch_size", "16"]
 FAKE = ["--dataset", "fake(train=83, test=29, size=6, classes=5)", "--patch_size", "3", *SMALL, "--lr", "3e-3"]
 RUNS = {
     "attn": [*FAKE, "--head", "attn-knn", "--embed_dim", "12", "--k_train", "7"],
-    "mixed": [*FAKE, "--head", "linear+knn", "--vote", "distance", "--k_train", "7"],
+    "interpolated": [*FAKE, "--head", "linear+knn", "--vote", "distance", "--k_train", "7"],
     "linear": FAKE,
     "without": [*FAKE, "--no-baselines"],
     "table": ["--dataset", "iris", "--num_epochs", "1", "--head", "knn", "--vote", "uniform", "--k_eval", "3"],
@@ -57,51 +58,51 @@ def explained(run: Path, *words: str, name: str = "0") -> dict[str, Any]:
     return found
 
 
-def known(run: Path) -> tuple[Loaded, Judge]:
-    again = load_run(str(run), {})
-    again.model.eval()
-    return again, prepare_loaded(again, run)
+def known(run: Path) -> tuple[Loaded, Evaluator]:
+    loaded = load(str(run), {})
+    loaded.model.eval()
+    return loaded, prepare_loaded(loaded)
 
 
 @torch.no_grad()
-def features(again: Loaded, part: str) -> Tensor:
+def features(loaded: Loaded, part: str) -> Tensor:
     """Pixels normalized by hand, through the backbone."""
-    mean, std = (torch.tensor(again.data.fitted[k]).view(1, -1, 1, 1) for k in ("mean", "std"))
-    x: Tensor = again.model.backbone((torch.from_numpy(getattr(again.data, part).x) / 255 - mean) / std)
+    mean, std = (torch.tensor(loaded.data.fitted[k]).view(1, -1, 1, 1) for k in ("mean", "std"))
+    x: Tensor = loaded.model.backbone((torch.from_numpy(getattr(loaded.data, part).x) / 255 - mean) / std)
     return x
 
 
 @torch.no_grad()
-def brute_force(predictor: Vote, again: Loaded, embed: Any, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def brute_force(predictor: Vote, loaded: Loaded, embed: Any, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Rows, labels, squared distances in float64, weights and vote of the k nearest training rows of each test row."""
-    train, test = embed(features(again, "train")), embed(features(again, "test"))
+    train, test = embed(features(loaded, "train")), embed(features(loaded, "test"))
     distance = (test.double()[:, None] - train.double()[None]).square().sum(2)  # (test, train)
     near, index = distance.sort(1)
     near, index = near[:, :k], index[:, :k]
-    label = torch.from_numpy(again.data.train.y)[index]
+    label = torch.from_numpy(loaded.data.train.y)[index]
     mask = torch.ones_like(label, dtype=torch.bool)
     weight = predictor.weigh(test, train[index], near.float(), label, mask)
-    vote = torch.stack([(weight * (label == c)).sum(1) for c in range(again.data.num_classes)], 1)
+    vote = torch.stack([(weight * (label == c)).sum(1) for c in range(loaded.data.num_classes)], 1)
     return index, label, near, weight, vote
 
 
 @torch.no_grad()
-def class_cosines(again: Loaded) -> Tensor:
+def class_cosines(loaded: Loaded) -> Tensor:
     """Of each test row with the mean training embedding of each class."""
-    train, test = (again.model.head.embed(features(again, part)) for part in ("train", "test"))
-    y = torch.from_numpy(again.data.train.y)
-    means = torch.stack([train[y == c].mean(0) for c in range(again.data.num_classes)])
+    train, test = (loaded.model.head.embed(features(loaded, part)) for part in ("train", "test"))
+    y = torch.from_numpy(loaded.data.train.y)
+    means = torch.stack([train[y == c].mean(0) for c in range(loaded.data.num_classes)])
     return torch.nn.functional.cosine_similarity(test[:, None], means[None], dim=2)
 
 
-def sharpened(predictor: Vote, vote: Tensor) -> Tensor:
-    power = vote.clamp_min(1e-20) ** predictor.log_vote_temperature.exp()
+def tempered(predictor: Vote, vote: Tensor) -> Tensor:
+    power = vote.clamp_min(1e-20) ** (1 / predictor.log_vote_temperature.exp())
     return power / power.sum(1, keepdim=True)
 
 
-def check_neighbors(case: dict[str, Any], i: int, again: Loaded, found: tuple[Tensor, ...]) -> None:
+def check_neighbors(case: dict[str, Any], i: int, loaded: Loaded, found: tuple[Tensor, ...]) -> None:
     index, label, distance, weight, vote = (part[i] for part in found)
-    names, near = again.data.classes, case["neighbors"]
+    names, near = loaded.data.classes, case["neighbors"]
     at = {row: place for place, row in enumerate(index.tolist())}
     assert case["row"] == i
     assert {n["row"] for n in near} == set(at)
@@ -110,17 +111,17 @@ def check_neighbors(case: dict[str, Any], i: int, again: Loaded, found: tuple[Te
     assert [n["weight"] for n in near] == pytest.approx(weight[order].tolist(), abs=1e-5)
     assert [n["squared_distance"] for n in near] == pytest.approx(distance[order].tolist(), rel=1e-3, abs=1e-6)
     assert [n["label"] for n in near] == [names[c] for c in label[order]]
-    assert [n["true"] for n in near] == [int(c) == again.data.test.y[i] for c in label[order]]
-    assert case["true"] == names[again.data.test.y[i]]
+    assert [n["true"] for n in near] == [int(c) == loaded.data.test.y[i] for c in label[order]]
+    assert case["true"] == names[loaded.data.test.y[i]]
     own = next(name for name in case["votes"] if name not in ("uniform", "linear", "prediction"))
     assert case["votes"][own] == pytest.approx(vote.tolist(), abs=1e-5)
     fraction = [float((label == c).double().mean()) for c in range(len(names))]
     assert case["votes"]["uniform"] == pytest.approx(fraction, abs=1e-6)
 
 
-def check_mistakes(record: dict[str, Any], again: Loaded, probs: Tensor, count: int) -> None:
+def check_mistakes(record: dict[str, Any], loaded: Loaded, probs: Tensor, count: int) -> None:
     """The wrong rows, the most confident first; their number, and the accuracy."""
-    wrong = [i for i in range(len(probs)) if int(probs[i].argmax()) != again.data.test.y[i]]
+    wrong = [i for i in range(len(probs)) if int(probs[i].argmax()) != loaded.data.test.y[i]]
     wrong.sort(key=lambda i: -float(probs[i].max()))
     assert [case["row"] for case in record["mistakes"]] == wrong[:count]
     assert record["test"]["wrong"]["rows"] == len(wrong)
@@ -136,62 +137,65 @@ def check_mistakes(record: dict[str, Any], again: Loaded, probs: Tensor, count: 
 
 def test_attention(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Calibrated: weights of the calibrated attention; then its prior and its temperature."""
-    again, judge = known(runs / "attn")
+    loaded, evaluator = known(runs / "attn")
     capsys.readouterr()
     record = explained(runs / "attn", "--image", "13", "--mistakes", "3", "--K", "4", name="13")
     text = capsys.readouterr().out
-    predictor: Any = judge.panel.calibrated["attention"].eval()
-    found = brute_force(predictor, again, again.model.head.embed, 7)
-    check_neighbors(record["query"], 13, again, found)
+    predictor: Any = evaluator.predictors.calibrated["attention"].eval()
+    found = brute_force(predictor, loaded, loaded.model.head.embed, 7)
+    check_neighbors(record["query"], 13, loaded, found)
     for case in record["mistakes"]:
-        check_neighbors(case, case["row"], again, found)
+        check_neighbors(case, case["row"], loaded, found)
     with torch.no_grad():
-        prior = predictor.prior(sharpened(predictor, found[4]), found[2].float(), means=class_cosines(again))
+        prior = predictor.prior(tempered(predictor, found[4]), found[2].float(), class_cosines=class_cosines(loaded))
         probs = (prior.log() / predictor.log_temperature.exp()).softmax(1)
-    check_mistakes(record, again, probs, 3)
-    assert (record["k"], record["shown"], record["calibrated"], record["bank"]) == (7, 4, True, len(again.data.train))
+    check_mistakes(record, loaded, probs, 3)
+    assert (record["k"], record["shown"], record["calibrated"], record["bank"]) == (7, 4, True, len(loaded.data.train))
     assert "calibrated on the validation rows" in text
     assert "3 more" in text
-    true = torch.from_numpy(again.data.test.y)[:, None]
+    true = torch.from_numpy(loaded.data.test.y)[:, None]
     assert record["test"]["all"]["neighbors_true"] == pytest.approx(float((found[1] == true).double().mean()))
     assert record["test"]["all"]["weight_true"] == pytest.approx(float((found[3] * (found[1] == true)).sum(1).mean()), abs=1e-6)
     assert record["test"]["all"]["nearest_true"] == pytest.approx(float((found[1] == true)[:, 0].double().mean()))
     assert 1 <= record["test"]["all"]["effective_neighbors"] <= 7
 
 
-def test_a_mixture(runs: Path) -> None:
+def test_an_interpolation(runs: Path) -> None:
     """The linear head's bars, and lambda between the two."""
-    again, judge = known(runs / "mixed")
-    record = explained(runs / "mixed", "--image", "5", "--mistakes", "2", name="5")
-    mixture: Any = judge.panel.calibrated["mixture"].eval()
-    assert isinstance(mixture, Interpolation)
-    found = brute_force(mixture.knn, again, again.model.head.embed, 7)
-    check_neighbors(record["query"], 5, again, found)
+    loaded, evaluator = known(runs / "interpolated")
+    record = explained(runs / "interpolated", "--image", "5", "--mistakes", "2", name="5")
+    interpolation: Any = evaluator.predictors.calibrated["interpolation"].eval()
+    assert isinstance(interpolation, Interpolation)
+    found = brute_force(interpolation.vote, loaded, loaded.model.head.embed, 7)
+    check_neighbors(record["query"], 5, loaded, found)
     assert list(record["query"]["votes"]) == ["distance", "uniform", "linear", "prediction"]
     with torch.no_grad():
-        rows = features(again, "test")
-        linear = (again.model.head.linear(rows) / mixture.linear.log_temperature.exp()).softmax(1)  # type: ignore[operator]
-        assert mixture.knn.prior is not None
-        prior = mixture.knn.prior(sharpened(mixture.knn, found[4]), found[2].float(), means=class_cosines(again))
-        knn = (prior.log() / mixture.knn.log_temperature.exp()).softmax(1)
-        mixed = mixture.share * knn + (1 - mixture.share) * linear
-        probs = (mixed.log() / mixture.log_temperature.exp()).softmax(1)
+        rows = features(loaded, "test")
+        linear = (loaded.model.head.linear(rows) / interpolation.linear.log_temperature.exp()).softmax(1)  # type: ignore[operator]
+        assert interpolation.vote.prior is not None
+        prior = interpolation.vote.prior(tempered(interpolation.vote, found[4]), found[2].float(), class_cosines=class_cosines(loaded))
+        knn = (prior.log() / interpolation.vote.log_temperature.exp()).softmax(1)
+        share = interpolation.share_logit.sigmoid()
+        both = share * knn + (1 - share) * linear
+        probs = (both.log() / interpolation.log_temperature.exp()).softmax(1)
     assert record["query"]["votes"]["linear"] == pytest.approx(linear[5].tolist(), abs=1e-5)
-    check_mistakes(record, again, probs, 2)
-    assert f"{float(mixture.share):.0%} of the neighbors' vote" in record["notes"][1]
+    check_mistakes(record, loaded, probs, 2)
+    assert f"{float(share):.0%} of the neighbors' vote" in record["notes"][1]
 
 
-def test_a_plain_head_beside_the_votes_over_its_features(runs: Path) -> None:
-    """As trained: the model's own output, and neighbors among normalized features."""
-    again, judge = known(runs / "linear")
+def test_a_plain_head_and_the_votes_over_its_features(runs: Path) -> None:
+    """The model's own output at its calibrated temperature, and neighbors among normalized features."""
+    loaded, evaluator = known(runs / "linear")
     record = explained(runs / "linear", "--image", "2", name="2")
-    predictor: Any = judge.panel.raw["attention"].eval()
-    found = brute_force(predictor, again, lambda rows: torch.nn.functional.normalize(rows, dim=1), 16)
-    check_neighbors(record["query"], 2, again, found)
+    predictor: Any = evaluator.predictors.calibrated["attention"].eval()
+    temperature = evaluator.predictors.of("linear", calibrated=True).log_temperature.exp()
+    assert temperature != 1
+    found = brute_force(predictor, loaded, lambda rows: torch.nn.functional.normalize(rows, dim=1), 16)
+    check_neighbors(record["query"], 2, loaded, found)
     with torch.no_grad():
-        probs = again.model.head(features(again, "test")).softmax(1)
-    check_mistakes(record, again, probs, 4)
-    assert record["calibrated"] is False
+        probs = (loaded.model.head(features(loaded, "test")) / temperature).softmax(1)
+    check_mistakes(record, loaded, probs, 4)
+    assert record["calibrated"] is True
     assert "have no part in it" in record["notes"][1]
 
 
@@ -246,15 +250,14 @@ def test_the_classes_of_neighbors_have_a_bar() -> None:
 
 def test_missing_neighbors_are_left_out(runs: Path) -> None:
     """A bank may know fewer rows than were asked for: such places weigh nothing and are not listed."""
-    _, judge = known(runs / "attn")
-    predictors = Predictors(judge)
-    retrieved = judge.ask(judge.sets.test)
+    loaded, _ = known(runs / "attn")
+    votes = Votes(loaded)
+    retrieved = votes.retrieve_test()
     retrieved.index[:, 4:] = -1
-    (case,) = predictors.cases(retrieved.subset(torch.tensor([3])), ["three"], [3], [1], 8)
+    (case,) = votes.cases(retrieved.subset(torch.tensor([3])), ["three"], [3], [1], 8)
     assert len(case.neighbors) == 4
     assert sum(n.weight for n in case.neighbors) == pytest.approx(1)
-    assert isinstance(retrieved.at(slice(0, 1)), Query)
-    assert predictors.tally(retrieved, judge.sets.test.target, judge.sets.test.target)["neighbors"].tolist() == [4] * len(retrieved)
+    assert votes.tally(retrieved, votes.target, votes.target)["neighbors"].tolist() == [4] * len(retrieved)
 
 
 # ---------------------------------------------------------------- the command
@@ -262,8 +265,8 @@ def test_missing_neighbors_are_left_out(runs: Path) -> None:
 
 def test_an_image_of_ones_own(runs: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nobody knows its class; a training image is its own nearest neighbor."""
-    again, _ = known(runs / "attn")
-    Image.fromarray(again.data.train.x[11].transpose(1, 2, 0)).save(here / "my own.png")
+    loaded, _ = known(runs / "attn")
+    Image.fromarray(loaded.data.train.x[11].transpose(1, 2, 0)).save(here / "my own.png")
     record = explained(runs / "attn", "--image", "my own.png", "--mistakes", "0", name="my_own")
     query = record["query"]
     assert (query["image"], query["row"], query["true"], record["mistakes"]) == ("my own.png", None, None, [])
@@ -275,12 +278,12 @@ def test_an_image_of_ones_own(runs: Path, here: Path, capsys: pytest.CaptureFixt
 
 
 def test_pictures_are_of_the_training_rows(runs: Path) -> None:
-    again, judge = known(runs / "attn")
-    predictors = Predictors(judge)
-    (case,) = predictors.cases(judge.ask(judge.sets.test).subset(torch.tensor([3])), ["three"], [3], [1], 8)
-    query, *near = images_of(again, case, pick_image(again, "0"), 5)
+    loaded, _ = known(runs / "attn")
+    votes = Votes(loaded)
+    (case,) = votes.cases(votes.retrieve_test().subset(torch.tensor([3])), ["three"], [3], [1], 8)
+    query, *near = images_of(loaded, case, pick_image(loaded, "0"), 5)
     assert len(near) == 5
-    for pixels, x in zip([query, *near], [again.data.test.x[3], *(again.data.train.x[n.row] for n in case.neighbors)], strict=False):
+    for pixels, x in zip([query, *near], [loaded.data.test.x[3], *(loaded.data.train.x[n.row] for n in case.neighbors)], strict=False):
         assert np.abs(pixels - x.transpose(1, 2, 0) / 255).max() < 1e-6
 
 
@@ -304,7 +307,11 @@ def test_refusals(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("attn", "--K 0", "--K must be a whole number from 1 to 100, got '0'"),
         ("attn", "--mistakes some", "--mistakes must be a whole number from 0 to 50, got 'some'"),
         ("attn", "--image 29", "--image must be a row of the test split (0 to 28) or an image file, got '29'"),
-        ("without", "", "--checkpoint must hold a bank: of a head that looks at neighbors, or of a finished run whose votes were compared"),
+        (
+            "without",
+            "",
+            "--checkpoint must hold a bank: of a head that looks at neighbors, or of a finished run with baselines (--baselines)",
+        ),
         ("table", "--image own.png", "--image must be a row of the test split (0 to 29): this run reads the rows of a table"),
     ):
         capsys.readouterr()

@@ -36,7 +36,7 @@ def tokens(options: dict[str, Any]) -> None:
         raise BadOption("checkpoint", "must be a model that tells its grid of patches", options["checkpoint"])
     picked = pick_image(loaded, options["image"])
     label, probability = prediction_of(loaded, picked.x)
-    picked = dataclasses.replace(picked, title=f"{picked.title}, predicted {label} ({probability:.0%})")
+    picked = dataclasses.replace(picked, title=f"{picked.title}, predicted {label} ({probability:.1%})")
     pixels = pixels_of(loaded.data, picked.x)
     queries = parse_queries(options["queries"], grid) if "queries" in options else choose_queries(pixels, grid)
     depths = depths_of(loaded, grid, picked.x, K)

@@ -16,8 +16,6 @@ from utils import BadOption
 CIFAR, DIGITS, ROWS = (3, 32, 32), (1, 8, 8), (13,)
 
 
-
-
 def resolve(given: dict[str, Any], shape: tuple[int, ...]) -> Config:
     """What was given, with presets and defaults, for rows of a shape."""
     return Config.of(with_defaults(given, shape, {"train": 97}))

@@ -307,7 +307,11 @@ def test_refusals(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("attn", "--K 0", "--K must be a whole number from 1 to 100, got '0'"),
         ("attn", "--mistakes some", "--mistakes must be a whole number from 0 to 50, got 'some'"),
         ("attn", "--image 29", "--image must be a row of the test split (0 to 28) or an image file, got '29'"),
-        ("without", "", "--checkpoint must hold a bank: of a head that looks at neighbors, or of a finished run with baselines"),
+        (
+            "without",
+            "",
+            "--checkpoint must hold a bank: of a head that looks at neighbors, or of a finished run with baselines (--baselines)",
+        ),
         ("table", "--image own.png", "--image must be a row of the test split (0 to 29): this run reads the rows of a table"),
     ):
         capsys.readouterr()

@@ -51,7 +51,9 @@ def test_a_mix_that_returns_something_else(returned: Any, said: str) -> None:
     layer.returned = returned
     with pytest.raises(BadOption) as error:
         layer(tokens(n=5, dim=33))
-    assert str(error.value) == f"layer Wrong: mix must return a tensor (B, H, N, D) of (2, 3, 5, 11), and returned {said}"
+    line = Wrong.mix.__code__.co_firstlineno
+    wanted = f"Wrong.mix (test_base.py, line {line}) must return a tensor (B, H, N, D), here (2, 3, 5, 11), and returned {said}"
+    assert str(error.value) == wanted
 
 
 def test_what_a_mix_raises_is_left_alone() -> None:

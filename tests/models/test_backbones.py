@@ -81,11 +81,6 @@ def test_dropout_reaches_models_that_take_it_and_the_others_say_so(capsys):
     assert capsys.readouterr().err == "timm/resnet18 takes no attn_drop_rate: left at its own value\n"
 
 
-def test_unused_layer_options_are_named(capsys):
-    build(spec(layer_options={"kernel_size": 3}))
-    assert capsys.readouterr().err == "unused by Attention: --kernel_size\n"
-
-
 def test_attention_is_swapped_where_a_layer_is_named(monkeypatch):
     class Other(layers.Attention):
         """Attention under another name."""

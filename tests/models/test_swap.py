@@ -118,7 +118,7 @@ def test_a_pattern_over_depth():
 
 def test_a_shared_option_that_no_layer_uses_is_said(capsys):
     swap_attention(vit(), "Attention", K=3)
-    assert capsys.readouterr().err == "unused by Attention: K\n"
+    assert capsys.readouterr().err == "ignored by Attention: K\n"
 
 
 def test_only_the_blocks_asked_for():

@@ -215,7 +215,7 @@ def test_no_validation_rows_are_explained(capsys: pytest.CaptureFixture[str]) ->
     completed(dataset=few, head="linear+knn", k_train=3)
     said = capsys.readouterr().err
     assert "validation: no rows (--val_fraction 0.1 rounds to 0 of 20 rows, class by class), so the last epoch counts" in said
-    assert "calibrate: none (no validation rows; lambda stays at one half)" in said
+    assert "calibrate: none (no validation rows; the share of the vote stays at one half)" in said
     completed(val_fraction=0.0, head="attn-knn")
     said = capsys.readouterr().err
     assert "validation: no rows (--val_fraction 0.0)" in said

@@ -79,7 +79,7 @@ def without_effect(values: Mapping[str, Any], data: Data) -> list[tuple[str, dic
         of_model |= default(("num_layers", "d_hidden", "d_mlp", "lr_backbone"))
     found: list[tuple[str, dict[str, Any]]] = [(f"--model {model} on {data.kind} rows", of_model)]
     if model not in ("mlp", "identity"):
-        found += [(reason, default([name])) for name, reason in idle_layer_options(values).items()]
+        found += [(f"--layer {values['layer']}", default(idle_layer_options(values["layer"])))]
     if values["freeze_backbone"]:
         found += [("--freeze_backbone", {**default(["lr_backbone"]), "cutmix_alpha": 0.0, "use_compiled": False})]
         found += [("--no-augment", default(["views"]))] if not values["augment"] else []
@@ -101,11 +101,10 @@ def without_effect(values: Mapping[str, Any], data: Data) -> list[tuple[str, dic
     return [*found, (f"--contrastive_form {values['contrastive_form']}", default([other]))]
 
 
-def idle_layer_options(values: Mapping[str, Any]) -> dict[str, str]:
-    """Options that no layer takes, or that every layer which has them sets in its call."""
-    calls = [call for call, _ in parse_parts(values["layer"], "layer")]
-    given = [name for name in flags.LAYER_OPTIONS if values[name] is not None]
-    return dict.fromkeys(layers.unused_options(calls, given), f"--layer {values['layer']}")
+def idle_layer_options(pattern: str) -> list[str]:
+    """Options that no layer takes, or that every layer which has them sets in its call; given or not, so that they are the same of
+    all configurations that mean the same."""
+    return layers.unused_options([call for call, _ in parse_parts(pattern, "layer")], flags.LAYER_OPTIONS)
 
 
 def default(names: Iterable[str]) -> dict[str, Any]:

@@ -38,7 +38,6 @@ def test_a_step_is_that_of_plain_torch():
             torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
 
 
-
 # ---------------------------------------------------------------- accumulation, clipping, average
 
 
@@ -105,7 +104,6 @@ def test_outputs_that_are_not_numbers_are_no_metrics():
         evaluate(model, batches(16, 7))
 
 
-
 # ---------------------------------------------------------------- evaluation and what is best
 
 
@@ -152,9 +150,7 @@ def test_better_is_more_accurate_then_less_surprised():
     assert not better_than({"accuracy": 0.4, "nll": 0.1}, best)
 
 
-
 # ---------------------------------------------------------------- what a head is handed
-
 
 
 def test_the_head_gets_the_rows_numbers_and_all_its_terms_count():
@@ -177,7 +173,6 @@ def test_mixed_rows_come_with_both_numbers():
         assert index.tolist() == np.stack((own, own[::-1]), 1).tolist()
         assert target.shape == (7, CLASSES)
     assert not torch.equal(head.seen[0][1].amax(1), head.seen[1][1].amax(1))  # each batch draws a share of its own
-
 
 
 # ---------------------------------------------------------------- the loop

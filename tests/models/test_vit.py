@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import layers
 from classifiers import LinearHead
-from models import ModelSpec, build, cost
+from evaluation import cost
+from models import ModelSpec, build
 from models.vit import VisionTransformer, sinusoidal_positions
 from utils import BadOption
 

@@ -1,4 +1,4 @@
-"""A finished run, tested with other rows, other questions, in other places; and what its table says of it."""
+"""A finished run, tested with other rows, another k, in other places; and what its table says of it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from experiments import run as module
 
 from config import Action
+from evaluation.tables import table
 from run.run import run
-from tests.test_run import TINY
+from tests.run.test_run import TINY
 from utils import BadOption, Stopped
 
 OTHER = "fake(train=50, test=17, size=8, classes=3)"
@@ -29,27 +29,26 @@ def evaluated(folder: Path, where: Path, **given: Any) -> dict[str, Any]:
     return run({**given, "output_dir": str(where)}, Action(test_only=True, checkpoint=str(folder)))
 
 
-
 def test_a_confidence_fitted_for_another_k_is_not_used_on_other_rows(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     there = evaluated(finished, tmp_path, dataset=OTHER)
-    assert set(there["votes"]["voters"]["attention"]) >= {"raw", "calibrated"}
+    assert set(there["predictors"]["scores"]["attention"]) >= {"raw", "calibrated"}
     assert "calibrate: not possible" not in capsys.readouterr().err
     with_other_k = evaluated(finished, tmp_path, dataset=OTHER, k_eval="2")
-    assert "calibrated" not in with_other_k["votes"]["voters"]["attention"]
+    assert "calibrated" not in with_other_k["predictors"]["scores"]["attention"]
     assert "calibrate: not possible (the run fitted none for this evaluation, and these are not its rows)" in capsys.readouterr().err
     assert set(evaluated(finished, tmp_path, k_eval="2")["test_variants"]) == {"raw", "calibrated"}  # fitted anew to the run's rows
 
 
-def test_votes_asked_for_on_other_rows_are_compared(tmp_path: Path) -> None:
+def test_baselines_asked_for_on_other_rows_are_shown(tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     run({**TINY, "num_epochs": 1, "baselines": False, "output_dir": str(plain)}, Action())
     given = {"dataset": OTHER, "baselines": True, "ood": OTHER, "continual": True}
     results = evaluated(plain, tmp_path, **given)
-    assert list(results["votes"]["voters"]) == ["linear", "uniform", "distance", "attention"]
+    assert list(results["predictors"]["scores"]) == ["linear", "uniform", "distance", "attention"]
     assert results["ood"]["auroc_distance"] == 0.5  # the same rows
-    assert results["continual"]["voter"] == "attention"
+    assert results["continual"]["predictor"] == "attention"
     with pytest.raises(BadOption, match=r"^ood needs a bank"):
         evaluated(plain, tmp_path, ood=OTHER)
 
@@ -63,7 +62,7 @@ def test_the_record_of_a_run_stays(finished: Path) -> None:
 
 def test_every_column_is_one_measure(finished: Path, tmp_path: Path) -> None:
     results = evaluated(finished, tmp_path, tta=3)
-    own = results["votes"]["voters"]["mixture"]
+    own = results["predictors"]["scores"]["interpolation"]
     assert results["test_variants"] == own
     assert results["test"] == own["calibrated_tta"]
     lines = table(results, tmp_path).splitlines()
@@ -79,26 +78,26 @@ def test_without_calibration_the_linear_head_has_one_column_and_its_views(tmp_pa
     results = run({**TINY, "num_epochs": 1, "tta": 2, "output_dir": str(tmp_path / "run")}, Action())
     assert list(results["test_variants"]) == ["raw", "raw_tta"]
     assert results["test"] == results["test_variants"]["raw_tta"]
-    assert set(results["votes"]["voters"]["linear"]) == {"raw", "calibrated", "raw_tta", "calibrated_tta"}
+    assert set(results["predictors"]["scores"]["linear"]) == {"raw", "calibrated", "raw_tta", "calibrated_tta"}
 
 
 def test_the_table_says_what_must_be_known_to_read_it(finished: Path, tmp_path: Path) -> None:
     text = table(evaluated(finished, tmp_path, adaptive_k=True), tmp_path)
     assert "as trained, without a prior: uniform, distance (" in text
-    assert "once the model was done" not in text  # the attention is the head's own
+    assert "trained after the model was done" not in text  # the attention is the head's own
     results = evaluated(finished, tmp_path, calibrate="temperature")  # leaves lambda as it was
-    assert results["votes"]["lambda"] == pytest.approx(0.5)
-    assert "mixture: 0.50 of the vote, 0.50 of the linear head" in table(results, tmp_path)
-    heard = evaluated(finished, tmp_path, adaptive_k=True)["votes"]["neighbors"]
-    assert 1 <= heard["attention"] <= heard["uniform"] == 5
+    assert results["predictors"]["vote_share"] == pytest.approx(0.5)
+    assert "interpolation: 0.50 of the vote, 0.50 of the linear head" in table(results, tmp_path)
+    counts = evaluated(finished, tmp_path, adaptive_k=True)["predictors"]["neighbors"]
+    assert 1 <= counts["attention"] <= counts["uniform"] == 5
 
 
 def test_a_cap_for_a_bank_that_only_test_rows_fill(tmp_path: Path) -> None:
     given = {**TINY, "num_epochs": 1, "continual": True, "bank_cap": 20, "bank_evict": "class-balanced"}
     results = run({**given, "output_dir": str(tmp_path / "run")}, Action())
     assert results["continual"]["bank"] == 20
-    assert results["continual"]["bank_before"] == results["votes"]["bank"] > 20
-    assert f"({results['votes']['bank']} to 20 rows), attention:" in table(results, tmp_path)
+    assert results["continual"]["bank_before"] == results["predictors"]["bank"] > 20
+    assert f"({results['predictors']['bank']} to 20 rows), attention:" in table(results, tmp_path)
 
 
 def test_ctrl_c_in_the_final_evaluation_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +105,7 @@ def test_ctrl_c_in_the_final_evaluation_says_how_to_go_on(tmp_path: Path, monkey
         raise KeyboardInterrupt
 
     folder = tmp_path / "run"
-    monkeypatch.setattr(module, "measure", interrupted)
+    monkeypatch.setattr("run.run.measure", interrupted)
     with pytest.raises(Stopped, match=r"training is done and saved\. resume with: .* --resume ") as stop:
         run({**SMALL, "output_dir": str(folder)}, Action())
     monkeypatch.undo()

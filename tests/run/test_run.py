@@ -18,10 +18,11 @@ from PIL import Image
 from classifiers import HEADS, LinearHead
 from config import Action
 from inputs import store
+from run.directory import locked
 from run.run import run
 from utils import BadOption, Diverged, Stopped
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 # Everything that could remember something: dropout, augmentation, MixUp, EMA, accumulation, warm-up, a last batch that is smaller.
 TINY: dict[str, Any] = dict(
     dataset="fake(train=97, test=31, size=8, classes=3)",
@@ -147,6 +148,17 @@ def test_killed_without_warning(tmp_path: Path) -> None:
     assert_same(tmp_path / "whole", tmp_path / "parts")
 
 
+def test_a_head_of_a_plugin_is_there_for_a_process_that_begins(tmp_path: Path) -> None:
+    plugin = tmp_path / "mine.py"
+    plugin.write_text("from classifiers import HEADS, LinearHead\n\n@HEADS.register('mine')\nclass Mine(LinearHead):\n    pass\n")
+    out = str(tmp_path / "run")
+    with pytest.raises(Stopped):
+        run({**TINY, "num_epochs": 2, "head": "mine", "plugin": str(plugin), "output_dir": out}, Action(stop_after=1))
+    for words in (["--resume", out], ["--test_only", "--checkpoint", out]):
+        again = subprocess.run([sys.executable, str(ROOT / "main.py"), *words], capture_output=True, text=True, check=False)
+        assert again.returncode == 0, again.stderr
+
+
 def test_same_seed_same_run_other_seed_other_run(tmp_path: Path) -> None:
     for name, seed in (("a", 3), ("b", 3), ("c", 4)):
         run({**TINY, "num_epochs": 1, "seed": seed, "output_dir": str(tmp_path / name)}, Action())
@@ -269,8 +281,6 @@ def test_resume_wants_the_rows_it_was_trained_on(tmp_path: Path, monkeypatch: py
 
 
 def test_one_process_a_directory(tmp_path: Path) -> None:
-    from experiments.folder import locked
-
     out = str(tmp_path / "run")
     with pytest.raises(Stopped):
         run({**TINY, "output_dir": out}, Action(stop_after=1))
@@ -279,15 +289,19 @@ def test_one_process_a_directory(tmp_path: Path) -> None:
     run({}, Action(resume=out))
 
 
-def test_what_a_model_does_not_use_is_not_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_model_does_not_use_is_recorded_as_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = {"dataset": "iris", "num_epochs": 1, "layer": "Nope", "K": 9, "noise": 0.5, "output_dir": str(tmp_path / "table")}
-    config = run(table, Action())["config"]
-    assert (config["layer"], config["K"], config["noise"]) == (None, None, 0.0)
-    assert "unused by mlp on table rows: --noise, --layer, --K" in capsys.readouterr().err
+    results = run(table, Action())
+    config, ignored = results["config"], results["ignored"]
+    assert (config["layer"], config["K"], config["noise"]) == ("Attention", None, 0.0)
+    assert ignored["layer"] == ignored["K"] == ignored["noise"] == "--model mlp on table rows"
+    assert "ignored because of --model mlp on table rows: --noise, --layer, --K" in capsys.readouterr().err
     small = {"dataset": "fake(train=24, test=8, size=32, classes=3)", "num_epochs": 1, "batch_size": 8, "resize": 32}
-    config = run({**small, "model": "timm/test_vit", "num_layers": 99, "output_dir": str(tmp_path / "timm")}, Action())["config"]
-    assert (config["num_layers"], config["d_hidden"]) == (None, None)
-    assert "unused by timm/test_vit on image rows: --num_layers" in capsys.readouterr().err
+    results = run({**small, "model": "timm/test_vit", "num_layers": 99, "output_dir": str(tmp_path / "timm")}, Action())
+    config, ignored = results["config"], results["ignored"]
+    assert (config["num_layers"], config["d_hidden"]) == (6, 96)  # of the kind of rows
+    assert ignored["num_layers"] == ignored["d_hidden"] == "--model timm/test_vit on image rows"
+    assert "ignored because of --model timm/test_vit on image rows: --num_layers" in capsys.readouterr().err
 
 
 def test_checkpoints_of_another_version(tmp_path: Path) -> None:

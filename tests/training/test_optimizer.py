@@ -181,7 +181,6 @@ def test_other_schedules_do_not_look_at_the_loss():
     assert schedule.lr == 2.0
 
 
-
 # ---------------------------------------------------------------- optimizer
 
 

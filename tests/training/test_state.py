@@ -19,7 +19,6 @@ from utils import Diverged
 # ---------------------------------------------------------------- the average
 
 
-
 def test_the_average_by_hand():
     run = state(ema_decay=0.25)
     wanted = weights(run.model)
@@ -51,7 +50,6 @@ def test_the_average_takes_statistics_as_they_are():
 def test_without_an_average_the_weights_are_evaluated():
     run = state()
     assert run.averaged is run.model
-
 
 
 # ---------------------------------------------------------------- the guard
@@ -99,9 +97,7 @@ def test_a_finite_but_large_gradient_is_named_with_its_size():
         run.require_finite(math.inf)
 
 
-
 # ---------------------------------------------------------------- mixed precision, and the place
-
 
 
 def test_mixed_precision_is_for_the_layers_not_for_the_loss():

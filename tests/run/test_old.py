@@ -1,0 +1,157 @@
+"""What older versions wrote is read: options by their old names, and runs that lie in tests/run/old as such a version left them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from config import Action, read_yaml
+from inputs import store
+from main import main
+from run.complete import complete
+from run.load import load
+from run.parts import load_data
+from run.prepare import prepare_loaded
+from run.run import run
+from tests.run.test_run import TINY
+
+pytestmark = pytest.mark.usefixtures("without_a_stopwatch")
+OLD = Path(__file__).parent / "old"
+NAMES = ("interpolation", "linear")
+FAKE = "fake(train=40, test=20, size=8, classes=3)"
+
+
+# ---------------------------------------------------------------- options by their old names
+
+
+def typed(tmp_path: Path, *words: str) -> dict[str, Any]:
+    """The configuration that a command line gives."""
+    small = ["--dataset", FAKE, "--num_layers", "1", "--num_heads", "1", "--d_hidden", "6", "--d_mlp", "7", "--num_epochs", "1"]
+    assert main([*small, *words, "--output_dir", str(tmp_path / "run"), "--overwrite"]) == 0
+    found: dict[str, Any] = json.loads((tmp_path / "run" / "results.json").read_text())["config"]
+    return found
+
+
+def test_a_command_line_with_old_names(tmp_path: Path) -> None:
+    assert typed(tmp_path, "--head", "linear+knn", "--k_train", "3", "--mix_lambda", ".3")["interpolation"] == 0.3
+    assert typed(tmp_path, "--no-compare_votes")["baselines"] is False
+    assert typed(tmp_path, "--k_eval", "3", "--compare_votes")["baselines"] is True
+    assert not {"mix_lambda", "compare_votes"} & set(typed(tmp_path, "--k_eval", "3", "--compare-votes"))
+
+
+def test_a_file_with_old_names(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("head: linear+knn\nmix_lambda: .3\ncompare_votes: false\n")
+    assert read_yaml(str(file)) == {"head": "linear+knn", "interpolation": 0.3, "baselines": False}
+
+
+@pytest.mark.parametrize(
+    ("given", "old", "value"),
+    [({"head": "linear+knn", "interpolation": 0.3}, "mix_lambda", 0.3), ({"baselines": False}, "compare_votes", False)],
+    ids=["mix_lambda", "compare_votes"],
+)
+def test_a_checkpoint_with_old_names(given: dict[str, Any], old: str, value: Any, tmp_path: Path) -> None:
+    (name,) = set(given) - {"head"}
+    folder = tmp_path / "run"
+    results = run({**TINY, "num_epochs": 1, "k_train": 3, **given, "output_dir": str(folder)}, Action())
+    best = folder / "checkpoints" / "best"
+    tensors, facts = store.load(best)
+    renamed = {old if option == name else option: kept for option, kept in facts["config"].items()}
+    assert renamed[old] == value
+    store.save(best, tensors, {**facts, "config": renamed})
+    again = run({}, Action(test_only=True, checkpoint=str(folder)))
+    assert again["config"][name] == value
+    assert again["test"] == results["test"]
+
+
+# ---------------------------------------------------------------- runs of an older version
+
+
+def results_of(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((OLD / name / "results.json").read_text())
+    return found
+
+
+def assert_close(found: dict[str, float], wanted: dict[str, float]) -> None:
+    assert found == pytest.approx(wanted, rel=0, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_old_run_gives_its_numbers(name: str) -> None:
+    wanted = results_of(name)
+    loaded = load(str(OLD / name), {})
+    assert loaded.has_run_rows
+    found = prepare_loaded(loaded).evaluate()
+    assert_close(found["test"], wanted["test"])
+    assert list(found["test_variants"]) == list(wanted["test_variants"])
+    assert found["confusion"] == wanted["confusion"]
+    new_name = {"mixture": "interpolation"}
+    old = {new_name.get(voter, voter): scores for voter, scores in wanted["votes"]["voters"].items()}
+    assert list(found["predictors"]["scores"]) == list(old)
+    for predictor, variants in old.items():
+        assert set(variants) >= {"raw", "calibrated"}
+        scores = found["predictors"]["scores"][predictor]
+        assert list(scores) == list(variants)
+        for variant in ("raw", "calibrated"):
+            assert_close(scores[variant], variants[variant])
+        if "train_leave_one_out" in variants:
+            assert scores["train_leave_one_out"] == pytest.approx(variants["train_leave_one_out"], abs=1e-6)
+    assert found["predictors"].get("vote_share") == pytest.approx(wanted["votes"].get("lambda"), abs=1e-6)
+    same = {"k": "k", "bank": "bank", "calibration": "calibrate", "left_out_rows": "left_out_rows"}
+    assert {now: found["predictors"][now] for now in same} == {now: wanted["votes"][then] for now, then in same.items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_old_run_is_tested_from_the_command_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--test_only", "--checkpoint", str(OLD / name), "--output_dir", str(tmp_path)]) == 0
+    wanted = results_of(name)
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert_close(found["test"], wanted["test"])
+    assert_close(found["val"], wanted["val"])
+    assert f"{wanted['test']['nll']:.4f}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_classifier_of_an_old_run_predicts_what_was_scored(name: str) -> None:
+    """Probabilities that count to the accuracies in its results.json, as trained and calibrated."""
+    loaded, wanted = load(str(OLD / name), {}), results_of(name)
+    batches = prepare_loaded(loaded).sets.test
+    loaded = load(str(OLD / name), {})  # as it was read: nothing was fitted again
+    x, target = (torch.cat([getattr(batch, part) for batch in batches.epoch()]) for part in ("x", "target"))
+    own = {"interpolation": "mixture"}.get(name, name)
+    for variant, scores in wanted["votes"]["voters"][own].items():
+        probabilities = loaded.model.predict(x, calibrated=variant == "calibrated")
+        torch.testing.assert_close(probabilities.sum(1), torch.ones(len(x)))
+        assert (probabilities.argmax(1) == target).double().mean().item() == pytest.approx(scores["accuracy"], abs=1e-6)
+        nll = -probabilities[torch.arange(len(x)), target].double().log().mean().item()
+        assert nll == pytest.approx(scores["nll"], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_old_configuration_means_what_it_meant(name: str) -> None:
+    given = read_yaml(str(OLD / name / "config.yaml"))
+    data = load_data(given)
+    config = complete(given, data)
+    saved = load(str(OLD / name), {}).config
+    assert {**config.flat(), "output_dir": None} == {**saved.flat(), "output_dir": None}
+    assert data.summary == results_of(name)["data"]
+
+
+def test_an_old_run_goes_on_as_it_would_have(tmp_path: Path) -> None:
+    """Optimizer, average, bank, schedule and random generators: the second epoch is the one that the older version trained."""
+    folder = tmp_path / "run"
+    shutil.copytree(OLD / "interpolation", folder)
+    run({"num_epochs": 2}, Action(resume=str(folder)))
+    line = json.loads((folder / "metrics.jsonl").read_text())
+    assert line["epoch"] == 2
+    losses = {"knn_nll": 3.6817705128643965, "contrastive": 1.7126370311243653, "linear_cross_entropy": 2.30457618190515}
+    assert line["train"] == pytest.approx(losses, rel=1e-5)
+    assert line["lr"] == pytest.approx(9.059233262386224e-07)
+    assert line["grad_norm"] == pytest.approx(1.5627901554107666, rel=1e-4)
+    assert line["val"]["nll"] == pytest.approx(2.309118479281872, rel=1e-5)
+    assert line["val"]["accuracy"] == pytest.approx(0.14685314685314685)

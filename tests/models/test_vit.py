@@ -14,7 +14,7 @@ from classifiers import LinearHead
 from evaluation import cost
 from models import ModelSpec, build
 from models.vit import VisionTransformer, sinusoidal_positions
-from utils import BadOption
+from utils import BadOption, Call
 
 SMALL: dict[str, Any] = dict(name="vit", shape=(2, 15, 21), num_classes=5, patch_size=3, depth=4, dim=22, num_heads=2, d_mlp=13)
 
@@ -178,9 +178,13 @@ def test_layer_options_reach_the_layers_that_have_them_and_a_call_wins(capsys):
     assert capsys.readouterr().err == ""  # K is used by one of them
 
 
-def test_unused_options_are_named(capsys):
-    build(ModelSpec(**SMALL, layer="Right,Left", layer_options={"K": 5, "kernel_size": 3, "branch_ratio": 0.5}))
-    assert capsys.readouterr().err == "unused by Right and Left: --kernel_size, --branch_ratio\n"
+def test_options_that_no_layer_has_are_ignored(capsys):
+    """Whoever completes the configuration names them; the model just leaves them out."""
+    options = {"K": 5, "kernel_size": 3, "branch_ratio": 0.5}
+    model: Any = build(ModelSpec(**SMALL, layer="Right,Left", layer_options=options))
+    assert model.blocks[1].attn.K == 5
+    assert capsys.readouterr().err == ""
+    assert layers.unused_options([Call("Right"), Call("Left")], options) == ["kernel_size", "branch_ratio"]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 import config as flags
+from classifiers import HEADS
 from classifiers.bank import Bank
 from classifiers.classifier import Classifier
 from classifiers.predictors import Predictor
@@ -58,10 +59,10 @@ def load(path: str, given: Mapping[str, Any]) -> Loaded:
     """The evaluated model of a run, a checkpoint folder or a file in it; `given` changes only what may change in a test."""
     source = checkpoint.find(path)
     tensors, facts = checkpoint.load(source, "model", "ema", "bank", "baseline_bank", "predictors")
+    load_plugin(given.get("plugin") or facts["config"].get("plugin"))  # its head may be the run's
     config = saved_config(facts, given, flags.free_in_test(facts["config"], given), "checkpoint")
-    if "predictors" in tensors and "baselines" not in given:
+    if "predictors" in tensors and "baselines" not in given and not HEADS[config.head.head].wants_bank:
         config = config.but(baselines="baseline_bank" in tensors)
-    load_plugin(config.system.plugin)
     device = choose_device(config.system.device)
     data = load_data(config.flat(), facts["fitted"])
     check_same(data, facts)

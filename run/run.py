@@ -105,8 +105,8 @@ def resume(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
         tensors, facts = checkpoint.load(last)  # all of it: what is damaged is found before anything is done
     except BadOption as error:
         raise BadOption("resume", error.rule, error.value) from None
+    load_plugin(given.get("plugin") or facts["config"].get("plugin"))  # its head may be the run's
     config = saved_config(facts, given, flags.FREE_IN_RESUME, "resume")
-    load_plugin(config.system.plugin)
     check_tracker(config.output.tracker)
     done, then = facts["epoch"], facts["config"]
     options = config.training

@@ -249,7 +249,7 @@ def test_help_is_grouped_and_fits() -> None:
     lines = shown.splitlines()
     assert lines[-1] == "False"
     assert max(map(len, lines)) <= 100
-    for panel in ("Model", "Layer options", "Data", "Training", "System", "Output"):
+    for panel in ("Model", "Layers", "Head", "Data", "Training", "Evaluation", "System", "Output"):
         assert f"─ {panel} ─" in shown
     for flag in FLAGS.split():
         assert re.search(rf"{flag}\b", shown), flag

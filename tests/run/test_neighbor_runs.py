@@ -211,7 +211,8 @@ def test_a_bank_that_grows_while_it_is_used(evict: str, finished: tuple[Path, di
     given = {"dataset": f"npz:{tmp_path / 'twice.npz'}", "continual": True, "k_eval": "1", "head": "knn", "vote": "uniform", "noise": 0.0}
     given |= {"bank_evict": evict, "output_dir": str(tmp_path / "run"), "num_epochs": 1}
     found = run({**SMALL, **given}, Action())["continual"]
-    assert found["after"]["accuracy"] > found["before"]["accuracy"] + 0.3  # chance, and half of the rows known
+    assert found["before"]["accuracy"] < 0.45  # chance
+    assert found["after"]["accuracy"] >= 0.5  # each of the second half has joined before, at distance 0
     assert found["bank"] == 27 + 240
     order = np.argsort(y, kind="stable")  # as folders are: for a while only one class is new
     np.savez(tmp_path / "twice.npz", x_train=data[:30], y_train=np.arange(30) % 3, x_test=x[order], y_test=y[order])

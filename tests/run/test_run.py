@@ -148,6 +148,17 @@ def test_killed_without_warning(tmp_path: Path) -> None:
     assert_same(tmp_path / "whole", tmp_path / "parts")
 
 
+def test_a_head_of_a_plugin_is_there_for_a_process_that_begins(tmp_path: Path) -> None:
+    plugin = tmp_path / "mine.py"
+    plugin.write_text("from classifiers import HEADS, LinearHead\n\n@HEADS.register('mine')\nclass Mine(LinearHead):\n    pass\n")
+    out = str(tmp_path / "run")
+    with pytest.raises(Stopped):
+        run({**TINY, "num_epochs": 2, "head": "mine", "plugin": str(plugin), "output_dir": out}, Action(stop_after=1))
+    for words in (["--resume", out], ["--test_only", "--checkpoint", out]):
+        again = subprocess.run([sys.executable, str(ROOT / "main.py"), *words], capture_output=True, text=True, check=False)
+        assert again.returncode == 0, again.stderr
+
+
 def test_same_seed_same_run_other_seed_other_run(tmp_path: Path) -> None:
     for name, seed in (("a", 3), ("b", 3), ("c", 4)):
         run({**TINY, "num_epochs": 1, "seed": seed, "output_dir": str(tmp_path / name)}, Action())

@@ -264,9 +264,3 @@ FLAGS = """
 --cutmix_alpha --ema_decay --accumulate --patience --val_fraction --label_noise --imbalance --workers --deterministic --resume
 --checkpoint --plugin --tracker --overwrite --pretrained
 """
-
-
-def test_every_flag_is_in_the_readme() -> None:
-    readme = (ROOT / "README.md").read_text()
-    for flag in FLAGS.split():
-        assert flag == "--no-softmax_topk_val" or re.search(rf"`[^`]*{flag}\b", readme), flag

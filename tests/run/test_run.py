@@ -325,7 +325,7 @@ def test_divergence_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
         count = 0
 
         def loss(self, *inputs: Any) -> dict[str, torch.Tensor]:
-            Poison.count += 1
+            Poison.count += self.training  # not the one row that is tried before
             return {k: v * (float("nan") if Poison.count == 9 else 1) for k, v in super().loss(*inputs).items()}
 
     HEADS.register("poison")(Poison)

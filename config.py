@@ -93,6 +93,7 @@ class LayerOptions:
 class HeadOptions:
     head: str = flag("linear", "classifier on the features: linear, knn, attn-knn, linear+knn, linear+attn-knn")
     embed_dim: int | None = flag(None, "size of an embedding; 0: the features (default: 256; knn: 0)", rule=at_least(0))
+    standardize: bool = later("features to mean 0, variance 1 before they are embedded (default: where something is learned from it)")
     vote: str = flag("softmax-cosine", "how the neighbors of knn vote: uniform, distance, softmax-cosine")
     k_train: int = later("neighbors in training (default: 16; 20 for softmax-cosine, as DINO)", rule=at_least(1))
     attention_heads: int = flag(4, "heads of the attention over neighbors", rule=at_least(1))
@@ -123,9 +124,12 @@ class DataOptions:
     data_path: str = flag("./data", "where data sets are read from and downloaded to")
     resize: int = preset("image side that the model sees (0: as it is)", rule=at_least(0))
     augment: bool = preset("random crops, and flips where they keep the class")
-    noise: float = flag(0.0, "standard deviation of Gaussian noise on all images (pixels in 0..1)", rule=at_least(0))
+    noise: float = flag(0.0, "standard deviation of Gaussian noise on images (0..1); with --test_only on test images", rule=at_least(0))
     val_fraction: float = flag(0.1, "share of the training set held out for validation", rule=fraction())
+    split_seed: int = flag(0, "validation rows and all else about the data follow from it, whatever --seed is", rule=SEED)
     label_noise: str | None = flag(None, "RATE[:symmetric|asymmetric] or FILE.npz:KEY, training split only")
+    noisy_val: bool = flag(False, "--label_noise for the labels of the validation rows too")
+    keep_duplicates: bool = flag(False, "exact copies of training rows stay: as neighbors of each other, and as validation rows")
     imbalance: float = flag(1.0, "long tail: rows of the last class / rows of the first", rule=PART)
 
 
@@ -153,17 +157,24 @@ class TrainingOptions:
     ema_decay: float = preset(
         "average the weights over steps and evaluate the average; 0 is off", rule=fraction()
     )
-    patience: int = flag(0, "stop after so many epochs without a better validation accuracy; 0 is off", rule=at_least(0))
+    dropout_ramp: bool = later("dropout grows from 0 to its value over the epochs (default: for heads over neighbors)")
+    select: str = flag(
+        "accuracy",
+        "the epoch that counts: by validation accuracy (within one standard error, the lower nll), by nll, or the last",
+        choices=("accuracy", "nll", "last"),
+    )
+    patience: int = flag(0, "stop after so many epochs without a better one on validation rows; 0 is off", rule=at_least(0))
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationOptions:
-    k_eval: str | None = flag(None, "neighbors in evaluation; of a list the first decides (default: --k_train)")
+    k_eval: str | None = flag(None, "neighbors in evaluation (default: --k_train); of several, a table beside the result")
     k_ensemble: str | None = flag(None, "mean of the votes of several k: 5,10,20")
     adaptive_k: bool = flag(False, "the exp(entropy of the weights) heaviest neighbors of each query")
-    calibrate: str | None = flag(
-        None, "fit on validation rows what sets confidence (default: head; none for linear)", choices=("none", "head", "temperature")
+    calibrate: str = flag(
+        "head", "what sets confidence, fitted to validation rows: all of it, or one temperature", choices=("none", "head", "temperature")
     )
+    recalibrate: bool = flag(False, "with --test_only: fit confidence anew, to validation rows as this test reads them")
     tta: int = flag(1, "views whose probabilities are averaged: identity, flip, random crops", rule=at_least(1))
     continual: bool = flag(False, "also: test rows join the bank with their labels, once they were classified")
     ood: str | None = flag(None, "a data set whose test rows should look foreign (AUROC)")
@@ -173,7 +184,7 @@ class EvaluationOptions:
 @dataclass(frozen=True, kw_only=True)
 class SystemOptions:
     device: str = flag("auto", "where to compute", choices=("auto", "cpu", "cuda", "mps"))
-    seed: int = flag(0, "weights, order, split, augmentation and noise follow from it", rule=SEED)
+    seed: int = flag(0, "weights, order, augmentation and noise in training follow from it", rule=SEED)
     deterministic: bool = flag(False, "same numbers on every run with the same thread count; errors where torch can't")
     workers: int | None = flag(None, "processes that read image files (default: the cores, 8 at most)", rule=at_least(0))
     use_amp: bool = flag(False, "bf16 autocast (fp16 with loss scaling on GPUs without bf16)")
@@ -252,7 +263,7 @@ class Config:
 
 # What may differ between a checkpoint and its evaluation, or a run and its continuation, without changing what the run is.
 PLACE = frozenset({"feature_cache", "data_path", "device", "workers", "use_compiled", "compile_mode", "tracker", "output_dir", "plugin"})
-LATE = frozenset({"calibrate", "tta", "continual", "ood", "baselines"})  # looked at when training is over
+LATE = frozenset({"calibrate", "recalibrate", "tta", "continual", "ood", "baselines"})  # looked at when training is over
 NEIGHBORS = frozenset({"k_eval", "k_ensemble", "adaptive_k"})  # not in a resumed run: validation measures with them, and picks the epoch
 FREE_IN_TEST = PLACE | LATE | NEIGHBORS | {"dataset", "batch_size", "noise", "use_amp", "deterministic"}
 FREE_IN_RESUME = PLACE - {"output_dir"} | LATE | {"num_epochs", "patience", "dataset", "label_noise"}  # the rows are compared
@@ -323,6 +334,11 @@ def read_yaml(path: str) -> dict[str, Any]:
 def with_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
     """Options by the names that they have now."""
     return {RENAMED.get(name, name): value for name, value in values.items()}
+
+
+def of_saved_run(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The whole configuration of a run, by today's names. An option that is newer than the run has the value that says what it did."""
+    return {"standardize": False, "dropout_ramp": False, "keep_duplicates": True, "split_seed": values["seed"], **with_new_names(values)}
 
 
 def parse(name: str, value: Any) -> Any:

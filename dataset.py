@@ -1,7 +1,8 @@
 """Named data sets to training, validation and test splits: what the rows are. Files are read, and rows become batches, in inputs/.
 
-Order of events: the source is read, validation rows come out of the training set (stratified, from the seed), then long tail
-and label noise change what is left for training. Validation and test stay as they are; test is only tested.
+Order of events: the source is read, validation rows come out of the training set (stratified, from the split seed), then long tail
+and label noise change what is left for training, and validation rows that are exact copies of training rows are left out. Test stays
+as it is and is only tested.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from inputs.arrays import read_npz
+from inputs.copies import first_copies
 from inputs.downloads import read_adult, read_torchvision, read_wine_quality
 from inputs.folders import read_folder
 from inputs.rows import Data, Source, Split
@@ -34,46 +36,54 @@ def load(
     data_path: str = "./data",
     *,
     val_fraction: float = 0.1,
-    seed: int = 0,
+    split_seed: int = 0,
     label_noise: str | None = None,
+    noisy_val: bool = False,
     imbalance: float = 1.0,
+    keep_duplicates: bool = False,
     fitted: dict[str, Any] | None = None,
     ready: bool = False,
 ) -> Data:
     """A data set by name, split. `fitted` re-uses the statistics of an earlier run instead of those of this training split.
+    `noisy_val`: label noise in the validation rows too, as real ones have it.
     `ready`: numeric rows are features already and stay as they are.
     """
     source = _with_test_set(_read(name, Path(data_path)))
     labels, classes = _number_classes(source, name)
     kind = _kind(source.x_train)
     everything = np.arange(len(labels["train"]))
-    val_rows = np.empty(0, np.int64) if source.x_val is not None else stratified(labels["train"], val_fraction, fold_in(seed, 1))
+    val_rows = np.empty(0, np.int64) if source.x_val is not None else stratified(labels["train"], val_fraction, fold_in(split_seed, 1))
     train_rows = np.setdiff1d(everything, val_rows)
     for part, rows, least in (("training", len(train_rows), 2), ("test", len(labels["test"]), 1)):
         if rows < least:
             raise BadOption("dataset", f"must leave at least {least} {part} row{'s'[: least - 1]} after the splits ({rows} left)", name)
     if imbalance < 1:
-        train_rows = train_rows[long_tail(labels["train"][train_rows], imbalance, len(classes), fold_in(seed, 2))]
+        train_rows = train_rows[long_tail(labels["train"][train_rows], imbalance, len(classes), fold_in(split_seed, 2))]
     clean = labels["train"][train_rows]
-    noisy = noisy_labels(label_noise, clean, train_rows, everything.size, classes, source.confusable, fold_in(seed, 3))
+    noisy = noisy_labels(label_noise, clean, train_rows, everything.size, classes, source.confusable, fold_in(split_seed, 3))
 
     if ready and kind == "table":
         fitted = fitted or _as_they_are(source, name)
     fitted = fitted or _fit(kind, source.x_train[train_rows])
     train = Split(_encode(kind, source.x_train[train_rows], fitted), noisy)
-    if source.x_val is not None:
-        val: Split | None = Split(_encode(kind, source.x_val, fitted), labels["val"])
-    else:
-        val = Split(_encode(kind, source.x_train[val_rows], fitted), labels["train"][val_rows]) if len(val_rows) else None
+    val = None
+    if source.x_val is not None or len(val_rows):
+        x, y = (source.x_val, labels["val"]) if source.x_val is not None else (source.x_train[val_rows], labels["train"][val_rows])
+        if noisy_val:
+            if source.x_val is not None and ".npz" in (label_noise or ""):
+                raise BadOption("noisy_val", "has no labels for the rows of x_val: the file has those of the training rows", label_noise)
+            y = noisy_labels(label_noise, y, val_rows, everything.size, classes, source.confusable, fold_in(split_seed, 4))
+        val = Split(_encode(kind, x, fitted), y)
     test = Split(_encode(kind, source.x_test, fitted), labels["test"])
+    train, val, duplicates = without_copies(train, val, test, keep_duplicates)
     shape = (3, FILE_SIZE, FILE_SIZE) if kind == "files" else train.x.shape[1:]
     summary = {
-        "train": len(train),
-        "val": len(val) if val else 0,
-        "test": len(test),
+        **{part: len(rows) if rows else 0 for part, rows in (("train", train), ("val", val), ("test", test))},
         "class_counts": np.bincount(train.y, minlength=len(classes)).tolist(),
         "label_noise_rate": float(np.mean(noisy != clean)),
+        "duplicates": duplicates,
         "sha256": _fingerprint(train, val, test),
+        "test_sha256": _fingerprint(test),
     }
     return Data(name, kind, shape, classes, train, val, test, source.flip, fitted, summary)
 
@@ -282,6 +292,32 @@ def stratified(y: np.ndarray, fraction: float, seed: int) -> np.ndarray:
         rows = rng.permutation(np.flatnonzero(y == value))
         picked.append(rows[: min(round(len(rows) * fraction), len(rows) - 1)])
     return np.sort(np.concatenate([np.empty(0, np.int64), *picked]))
+
+
+def without_copies(train: Split, val: Split | None, test: Split, keep: bool) -> tuple[Split, Split | None, dict[str, int]]:
+    """Validation without rows that are in training, training rows with the copies they have there, and how many copies were found.
+
+    NOTE: with a copy of itself in the bank, a row is its own neighbor: it learns to trust distance 0, and so would the validation rows.
+    """
+    parts = [train, *([val] if val else []), test]
+    found = first_copies(*(part.x for part in parts))
+    if found is None:
+        return train, val, {}
+    of = dict(zip(("train", "val", "test") if val else ("train", "test"), found, strict=True))
+    ends, start = np.cumsum([len(first) for first in found]), 0
+    counts: dict[str, int] = {}
+    for j, (part, first) in enumerate(of.items()):  # a copy is counted where the first of its kind is
+        owner = np.where(first == start + np.arange(len(first)), -1, np.searchsorted(ends, first, "right"))
+        counts |= {part if i == j else f"{part}_in_{earlier}": int((owner == i).sum()) for i, earlier in enumerate(of) if i <= j}
+        start += len(first)
+    if keep:
+        return train, val, counts
+    if counts["train"]:
+        train = replace(train, copies=of["train"])
+    if val and counts["val_in_train"]:
+        fresh = of["val"] >= len(train)
+        val = Split(val.x[fresh], val.y[fresh]) if fresh.any() else None
+    return train, val, counts
 
 
 def long_tail(y: np.ndarray, ratio: float, num_classes: int, seed: int) -> np.ndarray:

@@ -7,6 +7,7 @@ Dropout, random candidates of a layer and `--neighbor_sample` draw from torch's 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +47,8 @@ def train(
     with Stop() as stop, log:
         while place.epoch < until and not out_of_patience(place, patience):
             started, rows = time.perf_counter(), place.rows
+            if state.ramp is not None:
+                state.ramp.before_epoch(place.epoch)
             for group in grouped(train_set, place, config.training.accumulate):
                 refresher.for_training()
                 step(state, group)
@@ -60,9 +63,10 @@ def train(
 
             # Validation picks the epoch; without a validation split the last epoch is the one.
             refresher.for_evaluation()
+            line |= {"embeddings": spread} if (spread := refresher.spread()) else {}
             scores = evaluate(state.averaged, val_set) if val_set else None
             state.schedule.after_epoch(scores["nll"] if scores else None)
-            better = scores is None or place.best is None or better_than(scores, place.best)
+            better = scores is None or better_epoch(scores, place, config.training.select, len(val_set.target) if val_set else 0)
             place.next_epoch(scores, better)
             place.seconds += time.perf_counter() - started
             if better:
@@ -123,9 +127,23 @@ def grouped(batches: AnyBatches, place: Place, accumulate: int) -> Iterator[list
         yield group
 
 
-def better_than(scores: dict[str, float], best: dict[str, float]) -> bool:
-    """More accurate on validation; at equal accuracy, the lower NLL."""
-    return (scores["accuracy"], -scores["nll"]) > (best["accuracy"], -best["nll"])
+def better_epoch(scores: dict[str, float], place: Place, select: str, rows: int) -> bool:
+    """Whether an epoch's validation scores, over so many rows, are better than those of the best epoch so far.
+
+    By accuracy: epochs within one standard error of the highest accuracy so far count as equal, and the lowest NLL among them wins.
+    A few hundred rows can't tell them apart, and the NLL of an early epoch may be twice that of a later one.
+    """
+    best, top = place.best, max(place.top_accuracy, scores["accuracy"])
+    place.top_accuracy = top
+    if best is None or select == "last":
+        return True
+    lower = scores["nll"] < best["nll"]
+    if select == "nll":
+        return lower
+    # NOTE: with two right and two wrong rows more (Agresti and Coull, 1998): rows that are all right would have no error at all.
+    likely = (top * rows + 2) / (rows + 4)
+    least = top - math.sqrt(likely * (1 - likely) / (rows + 4))
+    return scores["accuracy"] >= least and (lower or best["accuracy"] < least)
 
 
 def out_of_patience(place: Place, patience: int) -> bool:

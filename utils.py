@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+WARNINGS: list[str] = []  # of the run that this process makes
 
 
 # ---------------------------------------------------------------- errors and messages
@@ -76,6 +77,13 @@ def shortened(text: object, most: int) -> str:
 def say(message: str) -> None:
     """What was chosen, and why: one line on standard error."""
     print(message, file=sys.stderr, flush=True)
+
+
+def warn(message: str) -> None:
+    """What bears on how far the numbers of a run can be trusted: said, and kept for its results."""
+    say(f"warning: {message}")
+    if message not in WARNINGS:
+        WARNINGS.append(message)
 
 
 def wrong_return(method: Any, must: str, returned: Any) -> BadOption:

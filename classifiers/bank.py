@@ -69,15 +69,18 @@ class Bank:
     Heads and evaluation store rows of length 1 (`classifiers.embedder.unit`). Other rows are found as exactly by the flat kinds. Where
     rows lie closer together than float32 products can tell, far from the origin or because an embedder gives nearly the same for
     all, queries are scanned a second time in float64.
+
+    `copies`: for each id the lowest id of a row that is the same. Who excludes an id excludes all copies of its row.
     """
 
-    def __init__(self, dim: int, *, kind: str = "auto", cap: int | None = None, evict: str = "fifo") -> None:
+    def __init__(self, dim: int, *, kind: str = "auto", cap: int | None = None, evict: str = "fifo", copies: Any = None) -> None:
         if dim < 1:
             raise BadOption("embed_dim", "must be at least 1", dim)
         if cap is not None and cap < 1:
             raise BadOption("cap", "must be at least 1", cap)
         check_kind(kind, dim)
         self.dim, self.kind, self.cap, self.evict = dim, kind, cap, one_of("evict", evict, EVICTIONS)
+        self.copies = None if copies is None else integers(copies, len(copies), "copies")
         self._size = self._next_id = self._next_birth = 0
         self._rows = torch.empty(0, dim)  # each of these has room to grow: only the first _size slots are rows
         self._labels, self._ids, self._births = (torch.empty(0, dtype=torch.long) for _ in range(3))
@@ -187,7 +190,7 @@ class Bank:
     @torch.inference_mode(False)
     @torch.no_grad()
     def search(self, queries: Any, k: int, exclude: Any = None) -> Neighbors:
-        """The k nearest rows of each query, without the rows whose ids `exclude` names: (B,) or (B, M), -1 for none."""
+        """The k nearest rows of each query, without the rows whose ids `exclude` names, or their copies: (B,) or (B, M), -1 for none."""
         device = queries.device if isinstance(queries, Tensor) else torch.device("cpu")
         with self._lock:
             slots, distance = self._found(queries, k, exclude)
@@ -221,9 +224,17 @@ class Bank:
         banned = banned[:, None] if banned.ndim == 1 else banned  # (B, M)
         if banned.ndim != 2 or len(banned) != len(rows) or banned.is_floating_point() or banned.dtype == torch.bool:
             raise BadOption("exclude", f"must be ids, ({len(rows)},) or ({len(rows)}, M)", tuple(banned.shape))
+        banned = self._firsts(banned)
         self._prepare()
         search = self._approximate if self._proposer is not None else self._exact
         return search(rows, squared, k, banned)
+
+    def _firsts(self, ids: Tensor) -> Tensor:
+        """For each id the lowest one of a row that is the same; ids that were assigned later have no copies."""
+        if self.copies is None:
+            return ids
+        known = (ids >= 0) & (ids < len(self.copies))
+        return torch.where(known, self.copies[ids.clamp(0, len(self.copies) - 1)], ids)
 
     def _prepare(self) -> None:
         """The index, if the rows have changed enough to need another."""
@@ -277,7 +288,7 @@ class Bank:
         for at in blocks(len(rows), BLOCK // max(1, found.shape[1] * banned.shape[1])):
             safe = found[at].clamp_min(0)  # (b, M)
             ids = self._ids[safe]  # raises if a slot is out of bounds
-            allowed = (found[at] >= 0) & ~(ids[..., None] == banned[at][:, None]).any(2)
+            allowed = (found[at] >= 0) & ~(self._firsts(ids)[..., None] == banned[at][:, None]).any(2)
             order, exact = rank(rows[at], self._rows, safe, ids, allowed, self.kind == "ip")
             there = exact[:, :k] < math.inf
             slots[at], distance[at] = safe.gather(1, order[:, :k]).masked_fill(~there, MISSING), exact[:, :k].float()
@@ -294,7 +305,7 @@ class Bank:
         """
         with self._lock:
             slots = torch.randperm(self._size)[:count]
-            part = Bank(self.dim, kind="ip" if self.kind == "ip" else "flat")
+            part = Bank(self.dim, kind="ip" if self.kind == "ip" else "flat", copies=self.copies)
             part._write(torch.arange(len(slots)), self._rows[slots], self._labels[slots], self._ids[slots], torch.arange(len(slots)))
         return part
 
@@ -303,6 +314,7 @@ class Bank:
         """For a checkpoint: rows as tensors, and what JSON can hold of the rest."""
         with self._lock:
             rows = {"embedding": self.embeddings, "label": self.labels, "id": self.ids, "birth": self._births[: self._size]}
+            rows |= {} if self.copies is None else {"copies": self.copies}
             rows = {name: part.clone() for name, part in rows.items()}
             return rows, {name: getattr(self, name) for name in PACKED} | {"shapes": {k: list(v.shape) for k, v in rows.items()}}
 
@@ -310,7 +322,7 @@ class Bank:
     def unpack(cls, rows: Mapping[str, Tensor], packed: Mapping[str, Any]) -> Bank:
         if {name: list(part.shape) for name, part in rows.items()} != packed["shapes"]:
             raise BadOption("bank", "must be whole: its rows are not those that it names")
-        bank = cls(packed["dim"], kind=packed["kind"], cap=packed["cap"], evict=packed["evict"])
+        bank = cls(packed["dim"], kind=packed["kind"], cap=packed["cap"], evict=packed["evict"], copies=rows.get("copies"))
         bank._rows, bank._labels, bank._ids, bank._births = (rows[name] for name in ("embedding", "label", "id", "birth"))
         bank._size, bank._next_id, bank._next_birth = len(bank._rows), packed["_next_id"], packed["_next_birth"]
         return bank

@@ -9,6 +9,7 @@ cross-validation.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -16,12 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from classifiers.predictors import Predictor, Vote
+from classifiers.predictors import HeadPredictor, Interpolation, Predictor, Vote
 from classifiers.retrieved import Retrieved
 from utils import fold_in, one_of
 
 MODES = ("none", "head", "temperature")
 SPREADS = (0.1, 0.3, 1.0)  # how far parameters may go; the first hardly lets them
+WIDER = (3.0, 10.0)  # tried if the last of these was best and there are many rows; a few that are all right would ask for certainty
+MANY = 500  # rows
+HELD = 1.0  # spread of a temperature that is fitted alone
 FOLDS, EPOCHS, BATCH, RATE = 3, 8, 256, 3e-3  # of the final fit of the attention
 TRAINING_EPOCHS = 3  # of an attention over a bank that has none
 
@@ -32,15 +36,38 @@ def calibrate(predictor: Predictor, retrieved: Retrieved, target: Tensor, mode: 
     fitted = copy.deepcopy(predictor).eval().requires_grad_(False)
     if mode == "none" or not len(retrieved):
         return fitted
-    if mode == "temperature" or predictor.vote_part is None:  # of a head alone there is nothing else to fit
+    if mode == "temperature":
         # NOTE: held to 1 a little. Where a few rows are all right, the most likely temperature is 0, and one error costs everything.
-        return fit_confidence(fitted, fitted.all_scores(retrieved), retrieved, target, [fitted.log_temperature], spread=SPREADS[-1])
+        return fit_confidence(fitted, fitted.all_scores(retrieved), retrieved, target, [fitted.log_temperature], spread=HELD)
     fitted.fitted_to(len(retrieved))
     epochs, spread = choose_fit(fitted, retrieved, target, seed)
     starts = [p.detach().clone() for p in fitted.confidence()]
     for _ in fit_attention(fitted, retrieved, target, epochs, seed):
         pass
     return fit_confidence(fitted, fitted.all_scores(retrieved), retrieved, target, starts=starts, spread=spread)
+
+
+def no_worse_than_parts(fitted: Interpolation, linear: Predictor, vote: Predictor, retrieved: Retrieved, target: Tensor) -> Interpolation:
+    """The better of an interpolation that was fitted as a whole and one of its calibrated parts, on the rows that both were fitted to.
+
+    The share of the second starts from one half and from either end, so that it is at least as good as the better part alone.
+    """
+    if not fitted.fits_share or not isinstance(linear, HeadPredictor) or not isinstance(vote, Vote):
+        return fitted
+    best, lowest = fitted, nll_of(fitted, retrieved, target)
+    for start in (0.5, 0.0, 1.0):
+        trial = Interpolation(copy.deepcopy(linear), copy.deepcopy(vote), share=start).to(fitted.share_logit.device).eval()
+        trial.fits_share = True
+        if start == 0.5:
+            fit_confidence(trial, trial.all_scores(retrieved), retrieved, target, [trial.share_logit])
+        if (loss := nll_of(trial, retrieved, target)) < lowest:
+            best, lowest = trial, loss
+    return best.requires_grad_(False)
+
+
+@torch.no_grad()
+def nll_of(predictor: Predictor, retrieved: Retrieved, target: Tensor) -> float:
+    return F.nll_loss(predictor.predict(retrieved).double(), target).item()
 
 
 def fit_confidence(
@@ -71,10 +98,17 @@ def fit_confidence(
         for parameter, start in zip(parameters, starts, strict=True):
             parameter.data.copy_(start)
             parameter.requires_grad_(True)
-        optimizer.step(loss)
+        failed = False
+        try:
+            optimizer.step(loss)
+        except RuntimeError as error:  # NOTE: where few rows can be told apart, the line search can step to infinity, and raises
+            if "overflow" not in str(error):
+                raise
+            failed = True
+    failed = failed or not all(parameter.isfinite().all() for parameter in parameters)
     for parameter, start in zip(parameters, starts, strict=True):
         parameter.requires_grad_(False)
-        if not parameter.isfinite().all():  # a line search that failed
+        if failed:
             parameter.copy_(start)
     return predictor
 
@@ -106,26 +140,41 @@ def choose_fit(predictor: Predictor, retrieved: Retrieved, target: Tensor, seed:
     folds = torch.randperm(len(target), generator=torch.Generator().manual_seed(fold_in(seed, 1))) % FOLDS
     starts = [p.detach().clone() for p in predictor.confidence()]
     losses = torch.zeros(EPOCHS + 1, len(SPREADS), dtype=torch.float64)
+    fits: list[list[Predictor]] = [[] for _ in range(EPOCHS + 1)]
+    parts = []
     for fold in range(FOLDS):
         inside, outside = (rows.nonzero()[:, 0].to(target.device) for rows in (folds != fold, folds == fold))
         if not len(inside) or not len(outside):
             return 0, SPREADS[0]
-        known, others = retrieved.subset(inside), retrieved.subset(outside)
+        part = retrieved.subset(inside), target[inside], retrieved.subset(outside), target[outside]
+        parts.append(part)
         trial = copy.deepcopy(predictor)
-        losses[0] += held_out(trial, starts, known, target[inside], others, target[outside])
-        for epoch in fit_attention(trial, known, target[inside], EPOCHS, seed):
-            losses[epoch] += held_out(trial, starts, known, target[inside], others, target[outside])
+        for epoch in itertools.chain([0], fit_attention(trial, *part[:2], EPOCHS, seed)):
+            losses[epoch] += held_out(trial, starts, *part, SPREADS)
+            fits[epoch].append(copy.deepcopy(trial))
     if not predictor.attention():
         losses = losses[:1]
-    epochs, spread = divmod(int(losses.argmin()), len(SPREADS))
-    return epochs, SPREADS[spread]
+    epochs, at = divmod(int(losses.argmin()), len(SPREADS))
+    if SPREADS[at] < SPREADS[-1] or len(target) < MANY:
+        return epochs, SPREADS[at]
+    wider = sum((held_out(fit, starts, *part, WIDER) for fit, part in zip(fits[epochs], parts, strict=True)), torch.zeros(()))
+    all_of_them = torch.cat([losses[epochs, -1:], wider])
+    return epochs, (SPREADS[-1], *WIDER)[int(all_of_them.argmin())]
 
 
-def held_out(predictor: Predictor, starts: list[Tensor], known: Retrieved, target: Tensor, others: Retrieved, truth: Tensor) -> Tensor:
+def held_out(
+    predictor: Predictor,
+    starts: list[Tensor],
+    known: Retrieved,
+    target: Tensor,
+    others: Retrieved,
+    truth: Tensor,
+    spreads: tuple[float, ...],
+) -> Tensor:
     """Summed NLL of rows left out, with the confidence fitted to the others, for each spread."""
     scores, other_scores = predictor.all_scores(known), predictor.all_scores(others)
     losses = []
-    for spread in SPREADS:
+    for spread in spreads:
         fitted = fit_confidence(copy.deepcopy(predictor), scores, known, target, starts=starts, spread=spread)
         with torch.no_grad():
             losses.append(F.nll_loss(fitted.log_probs(other_scores, others.context), truth, reduction="sum").double())

@@ -80,7 +80,7 @@ class Classifier(nn.Module):
 
     def predictor(self, *, calibrated: bool = True) -> Predictor:
         """What answers."""
-        own = self.calibrated if calibrated and self.calibrated is not None else self.head.as_predictor()
+        own = self.calibrated if calibrated and self.calibrated is not None else self.head.as_predictor(self.num_classes)
         return own.to(next((p.device for p in self.head.parameters()), None))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from utils import BadOption
@@ -20,19 +21,43 @@ def unit(x: Tensor) -> Tensor:
     return x / length.masked_fill(length < LEAST, math.inf)
 
 
-class Embedder(nn.Module):
-    """Two layers to `embed_dim` numbers of length 1; embed_dim 0 is the features themselves at length 1, with nothing to learn."""
+class Standardize(nn.BatchNorm1d):
+    """Each feature to mean 0 and variance 1: over the batch in training, over running statistics in evaluation. Nothing to learn.
 
-    def __init__(self, num_features: int, embed_dim: int, *, dropout: float = 0.0) -> None:
+    NOTE: the class tokens of a fresh ViT point nearly the same way for all rows, which neither length 1 nor LayerNorm undoes. A vote
+    over them has a shorter way down than to tell classes apart: to make all rows equal.
+    """
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and len(x) > 1:
+            assert self.num_batches_tracked is not None
+            self.momentum = max(0.1, 1 / (1 + int(self.num_batches_tracked)))  # a mean of the first ten batches, not of them and (0, 1)
+            return super().forward(x)
+        return F.batch_norm(x, self.running_mean, self.running_var, eps=self.eps)  # one row has no variance
+
+
+class Embedder(nn.Module):
+    """Standardized features through two layers to `embed_dim` numbers of length 1; with embed_dim 0 the features themselves at length 1.
+
+    No dropout in here: the bank is embedded without, and a query that dropout has moved finds the wrong neighbors. `standardize=False`
+    is the form of older checkpoints, which had `dropout` between the layers.
+    """
+
+    def __init__(self, num_features: int, embed_dim: int, *, standardize: bool = True, dropout: float = 0.0) -> None:
         super().__init__()
         if embed_dim < 0:
             raise BadOption("embed_dim", "must be 0 (the features themselves) or more", embed_dim)
         self.dim = embed_dim or num_features
+        self.standardize: nn.Module = Standardize(num_features) if standardize else nn.Identity()
         self.project: nn.Module = nn.Identity()
         if embed_dim:
+            drop = nn.Identity() if standardize else nn.Dropout(dropout)
             hidden = 2 * embed_dim  # wider than what comes out, and as costly for a wide backbone as for a narrow one
             first, last = nn.Linear(num_features, hidden), nn.Linear(hidden, embed_dim)
-            self.project = nn.Sequential(first, nn.LayerNorm(hidden), nn.GELU(), nn.Dropout(dropout), last)
+            self.project = nn.Sequential(first, nn.LayerNorm(hidden), nn.GELU(), drop, last)
 
     def forward(self, features: Tensor) -> Tensor:
-        return unit(self.project(features))  # (B, D)
+        return unit(self.project(self.standardize(features)))  # (B, D)

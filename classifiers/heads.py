@@ -41,9 +41,9 @@ class Head(nn.Module):
         """What the head's predictor looks at: of a head without a bank, the features alone."""
         return Retrieved.without_neighbors(features)
 
-    def as_predictor(self) -> Predictor:
+    def as_predictor(self, num_classes: int) -> Predictor:
         """The head's answer in two steps, scores and confidence."""
-        return HeadPredictor(self)
+        return HeadPredictor(self, num_classes)
 
     def part_of(self, name: str) -> str:
         """The group of one of its parameters, for a learning rate of its own: head, projection or attention."""

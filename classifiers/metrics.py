@@ -45,9 +45,17 @@ def f1_macro(predicted: Tensor, target: Tensor, num_classes: int) -> float:
 def expected_calibration_error(confidence: Tensor, right: Tensor, bins: int = 15) -> float:
     """Sum over equal-width bins of |accuracy - confidence|, weighted by rows. Bins are (low, high]."""
     # NOTE: confidence 1.0, or 1.0000001 after rounding, belongs to the last bin; it drops out of common implementations.
-    number = (torch.ceil(confidence * bins) - 1).clamp(0, bins - 1).long()
+    number = bin_of(confidence, bins)
     gap = torch.zeros(bins, dtype=torch.float64, device=confidence.device).index_add_(0, number, right.double() - confidence.double())
     return (gap.abs().sum() / len(confidence)).item()
+
+
+def bin_of(probability: Tensor, bins: int) -> Tensor:
+    """The number of the bin (low, high] of each probability.
+
+    NOTE: k of 15 votes lie on the edge of a bin, and rounding moves them to either side. What is within 1e-5 of an edge lies on it.
+    """
+    return (torch.ceil(probability.double() * bins - 1e-5 * bins) - 1).clamp(0, bins - 1).long()
 
 
 def brier(probs: Tensor, target: Tensor) -> float:
@@ -87,7 +95,7 @@ def equal_mass_calibration_error(confidence: Tensor, right: Tensor, bins: int = 
 def classwise_calibration_error(probs: Tensor, target: Tensor, bins: int = 15) -> float:
     """Mean over classes of the ECE of "it is this class", with all its probabilities and not the highest only (arXiv 1910.12656)."""
     n, classes = probs.shape
-    number = (torch.ceil(probs * bins) - 1).clamp(0, bins - 1).long() + bins * torch.arange(classes, device=probs.device)  # (N, C)
+    number = bin_of(probs, bins) + bins * torch.arange(classes, device=probs.device)  # (N, C)
     difference = -probs.double()
     difference = difference.scatter_add(1, target[:, None], torch.ones_like(difference[:, :1]))
     gap = difference.new_zeros(classes * bins).index_add_(0, number.flatten(), difference.flatten())
@@ -124,6 +132,22 @@ def auroc(inside: Tensor, outside: Tensor) -> float:
     scores = outside.double().contiguous()
     below = torch.searchsorted(ordered, scores) + torch.searchsorted(ordered, scores, right=True)
     return (below.double().mean() / (2 * len(ordered))).item()
+
+
+def embedding_spread(embeddings: Tensor, labels: Tensor) -> dict[str, float]:
+    """Whether unit rows (N, D) have become one point: their effective rank and the mean cosine of two rows of different classes.
+
+    The effective rank is exp(entropy) of the eigenvalues of the second moment: 1 for one point, D for rows that point everywhere.
+    """
+    rows, n = embeddings.double(), len(embeddings)
+    of_class = rows.new_zeros(int(labels.max()) + 1, rows.shape[1]).index_add_(0, labels, rows)
+    counts = labels.bincount().double()
+    # of all pairs less those within a class, each with itself among both
+    pairs = n**2 - counts.square().sum()
+    between = (of_class.sum(0).square().sum() - of_class.square().sum()) / pairs.clamp_min(1)
+    eigenvalues = torch.linalg.eigvalsh(rows.T @ rows / n).clamp_min(0)
+    share = eigenvalues / eigenvalues.sum().clamp_min(1e-30)
+    return {"effective_rank": torch.special.entr(share).sum().exp().item(), "cosine_between_classes": between.item()}
 
 
 def _by_confidence(confidence: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:

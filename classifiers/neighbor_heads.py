@@ -39,6 +39,7 @@ class NeighborHead(Head):
         num_classes: int,
         *,
         embed_dim: int | None = None,
+        standardize: bool = True,
         k_train: int = 16,
         k_eval: str | int | Sequence[int] | None = None,
         k_ensemble: str | Sequence[int] | None = None,
@@ -58,9 +59,10 @@ class NeighborHead(Head):
     ) -> None:
         super().__init__()
         self.num_classes = num_classes
-        self.embedder = Embedder(num_features, (256 if self.learned else 0) if embed_dim is None else embed_dim, dropout=dropout)
+        dim = (256 if self.learned else 0) if embed_dim is None else embed_dim
+        self.embedder = Embedder(num_features, dim, standardize=standardize, dropout=dropout)
         self.k_train = k_train
-        self.ks = whole_numbers("k_eval", k_eval) or (k_train,)  # the first one decides; the others are reported
+        self.ks = whole_numbers("k_eval", k_eval) or (k_train,)  # one decides; several are a sweep beside k_train
         self.ensemble = whole_numbers("k_ensemble", k_ensemble)
         self.adaptive_k, self.prior_kind = adaptive_k, one_of("prior", prior, ("learned", "constant"))
         self.bank_options = {"kind": index, "cap": bank_cap, "evict": bank_evict}
@@ -90,7 +92,7 @@ class NeighborHead(Head):
     @property
     def k(self) -> int:
         """Neighbors that an evaluation looks at."""
-        return max(self.ensemble) if self.ensemble else self.ks[0]
+        return max(self.ensemble) if self.ensemble else self.ks[0] if len(self.ks) == 1 else self.k_train
 
     # ------------------------------------------------ neighbors
 
@@ -146,7 +148,7 @@ class NeighborHead(Head):
         assert self.means is not None
         return Block(features, embedding, near, self.means.cosine(embedding, exclude))
 
-    def as_predictor(self) -> Predictor:
+    def as_predictor(self, num_classes: int) -> Predictor:
         return self.predictor
 
     # ------------------------------------------------ the contract
@@ -255,7 +257,7 @@ class WithLinear(NeighborHead):
     ) -> None:
         super().__init__(num_features, num_classes, **options)
         linear = LinearHead(num_features, num_classes, criterion=criterion, label_smoothing=self.label_smoothing)
-        self.predictor = Interpolation(HeadPredictor(linear), self.vote, share=interpolation)
+        self.predictor = Interpolation(HeadPredictor(linear, num_classes), self.vote, share=interpolation)
 
     @property
     def linear(self) -> LinearHead:

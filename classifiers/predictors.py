@@ -82,11 +82,15 @@ class Predictor(nn.Module):
 
 
 class HeadPredictor(Predictor):
-    """A head that looks at features alone, such as the linear one."""
+    """A head that looks at features alone, such as the linear one.
 
-    def __init__(self, head: nn.Module) -> None:
+    Its confidence is a temperature and a bias a class: votes have a prior over the classes, and a rival without one would be none.
+    """
+
+    def __init__(self, head: nn.Module, num_classes: int) -> None:
         super().__init__()
         self.head = head
+        self.class_bias = nn.Parameter(torch.zeros(num_classes), requires_grad=False)
 
     @property
     def linear_part(self) -> HeadPredictor:
@@ -97,7 +101,14 @@ class HeadPredictor(Predictor):
         return log_probs
 
     def log_probs(self, scores: Tensor, context: Context) -> Tensor:
-        return self.tempered(scores)
+        return F.log_softmax(scores * (-self.log_temperature).exp() + self.class_bias, 1)
+
+    def confidence(self) -> list[nn.Parameter]:
+        return [self.log_temperature, self.class_bias]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        state_dict.setdefault(f"{prefix}class_bias", torch.zeros_like(self.class_bias))  # it was calibrated before there were any
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 class Vote(Predictor):

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from classifiers.calibration import calibrate
+from classifiers.calibration import calibrate, no_worse_than_parts
 from classifiers.heads import Head
 from classifiers.neighbor_heads import AttnKnnHead, NeighborHead
-from classifiers.predictors import Predictor, Vote
+from classifiers.predictors import Interpolation, Predictor, Vote
 from classifiers.retrieved import Retrieved
 from classifiers.weights import WEIGHTS
 
@@ -42,20 +42,24 @@ class Predictors(nn.Module):
         return found
 
     def calibrate(self, retrieved: Retrieved, target: Tensor, seed: int) -> None:
-        for name in self.names:
-            self.calibrated[name] = calibrate(self.of(name, calibrated=True), retrieved, target, self.mode, seed)
+        for name in self.names:  # an interpolation comes after what it is made of
+            fitted = calibrate(self.of(name, calibrated=True), retrieved, target, self.mode, seed)
+            if self.mode == "head" and isinstance(fitted, Interpolation):
+                linear, vote = (self.of(part, calibrated=True) for part in ("linear", fitted.vote.name))
+                fitted = no_worse_than_parts(fitted, linear, vote, retrieved, target)
+            self.calibrated[name] = fitted
 
     def log_probs(self, name: str, retrieved: Retrieved, *, calibrated: bool) -> Tensor:
         """(N, C)"""
         return self.of(name, calibrated=calibrated).predict(retrieved)
 
-    def by_k(self, retrieved: Retrieved, ks: Sequence[int]) -> dict[int, dict[str, Tensor]]:
-        """As trained, with the first k neighbors for each k, all from one search; no mean over several k."""
+    def by_k(self, retrieved: Retrieved, ks: Sequence[int], *, calibrated: bool) -> dict[int, dict[str, Tensor]]:
+        """With the first k neighbors for each k, all from one search; no mean over several k. What was calibrated, was for one k."""
         single = copy.deepcopy(self)
         for name in single.names:
-            if vote := single.of(name, calibrated=False).vote_part:
+            if vote := single.of(name, calibrated=calibrated).vote_part:
                 vote.ensemble = ()
-        return {k: {name: single.log_probs(name, retrieved.nearest(k), calibrated=False) for name in single.names} for k in ks}
+        return {k: {name: single.log_probs(name, retrieved.nearest(k), calibrated=calibrated) for name in single.names} for k in ks}
 
 
 def averaged(views: Sequence[Tensor]) -> Tensor:
@@ -86,9 +90,9 @@ def own_name(head: Head, name: str) -> str:
     return head.vote.name if head.predictor.linear_part is None else "interpolation"
 
 
-def calibrated_form(head: Head, mode: str) -> Predictor:
+def calibrated_form(head: Head, num_classes: int, mode: str) -> Predictor:
     """The head's own predictor with the parts that it has after calibration, for values that were saved."""
-    return to_calibrate(head.as_predictor(), mode, head if isinstance(head, NeighborHead) else None)
+    return to_calibrate(head.as_predictor(num_classes), mode, head if isinstance(head, NeighborHead) else None)
 
 
 def baseline_head(num_features: int, num_classes: int, **options: Any) -> AttnKnnHead:
@@ -117,9 +121,10 @@ def beside_features(head: Head, name: str, retriever: AttnKnnHead, mode: str) ->
     # last digits of every figure that was published with this program.
     votes = beside_neighbors(retriever, mode)
     others = {vote: votes.of(vote, calibrated=False) for vote in votes.names}
-    return Predictors({name: head.as_predictor(), **others}, name, mode, retriever)
+    own = head.as_predictor(retriever.num_classes)
+    return Predictors({name: own, **others}, name, mode, retriever)
 
 
-def alone(head: Head, name: str, mode: str) -> Predictors:
+def alone(head: Head, num_classes: int, name: str, mode: str) -> Predictors:
     """No baselines."""
-    return Predictors({name: head.as_predictor()}, name, mode, None)
+    return Predictors({name: head.as_predictor(num_classes)}, name, mode, None)

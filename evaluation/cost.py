@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import time
@@ -15,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop_c
 from classifiers.classifier import Classifier
 
 _CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # older torch counts it as nothing
+ROUNDS = 7  # of a measurement, at least
 UNCOUNTED = {} if _CPU_ATTENTION in flop_registry else {_CPU_ATTENTION: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v)}
 
 
@@ -22,7 +24,7 @@ def cost_of(model: Classifier, x: Tensor) -> dict[str, Any]:
     """Parameters of backbone and head, measured speed on a batch, and memory. What calibration adds is a copy of the head's predictor."""
     return {
         "params": parameters(model.backbone) + parameters(model.head),
-        "images_per_second": rows_per_second(model.eval(), x),
+        **speed_of(model.eval(), x),
         "peak_memory_mb": peak_memory_mb(x.device),
     }
 
@@ -39,13 +41,22 @@ def gflops(model: nn.Module, x: Tensor) -> float:
     return counter.get_total_flops() / 1e9
 
 
+def speed_of(model: nn.Module, x: Tensor) -> dict[str, Any]:
+    """Throughput with its quartiles, and how busy the machine was (processes that want a core, over the last minute)."""
+    low, median, high = rows_per_second(model, x)
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    return {"images_per_second": median, "images_per_second_quartiles": [low, high], "load": load}
+
+
 @torch.no_grad()
-def rows_per_second(model: nn.Module, x: Tensor, seconds: float = 0.5) -> float:
-    """Measured forward throughput on one batch: the median over repeats, after a warm-up."""
+def rows_per_second(model: nn.Module, x: Tensor, seconds: float = 0.5) -> tuple[float, float, float]:
+    """Measured forward throughput on one batch, after a warm-up: quartile, median, quartile over at least 7 rounds."""
+    timed(lambda: model(x), x.device)
     durations: list[float] = []
-    while not durations or sum(durations) < seconds or len(durations) < 4:
+    while sum(durations) < seconds or len(durations) < ROUNDS:
         durations.append(timed(lambda: model(x), x.device))
-    return len(x) / statistics.median(durations[1:])  # the first one warms up
+    slow, middle, fast = (len(x) / q for q in reversed(statistics.quantiles(durations, n=4)))
+    return slow, middle, fast
 
 
 def timed(call: Callable[[], object], device: torch.device) -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 
-def write_epochs(folder: Path, final: str) -> None:
+def write_epochs(folder: Path, final: str, best_epoch: int) -> None:
     """train_eval_results.txt, a line an epoch and the final table; curves.png."""
     epochs = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     lines = []
@@ -16,30 +16,44 @@ def write_epochs(folder: Path, final: str) -> None:
         val = f"  val_accuracy {e['val']['accuracy']:.4f}  val_nll {e['val']['nll']:.4f}" if e["val"] else ""
         lines.append(f"epoch {e['epoch']}  loss {sum(e['train'].values()):.4f}{val}  lr {e['lr']:.3g}  seconds {e['seconds']:.1f}")
     (folder / "train_eval_results.txt").write_text("\n".join([*lines, "", final]) + "\n")
-    draw_curves(epochs, folder / "curves.png")
+    draw_curves(epochs, folder / "curves.png", best_epoch)
 
 
-def draw_curves(epochs: list[dict[str, Any]], path: Path) -> None:
+def draw_curves(epochs: list[dict[str, Any]], path: Path, best_epoch: int) -> None:
     from matplotlib.figure import Figure  # without pyplot: no display, no global state
     from matplotlib.ticker import FuncFormatter
 
-    figure = Figure(figsize=(13, 3.2), layout="constrained")
-    loss, accuracy = figure.subplots(1, 2)
+    spread = [e["embeddings"] for e in epochs if "embeddings" in e]
+    figure = Figure(figsize=(19 if spread else 13, 3.2), layout="constrained")
+    loss, accuracy, *third = figure.subplots(1, 3 if spread else 2)
     steps = [e["epoch"] for e in epochs]
     for name in epochs[0]["train"] if epochs else ():  # a line a term: a sum would be compared with the validation NLL
         loss.plot(steps, [e["train"].get(name, math.nan) for e in epochs], label=f"training, {name}")
     if epochs and epochs[0]["val"]:
         loss.plot(steps, [e["val"]["nll"] for e in epochs], color="black", label="validation NLL")
         accuracy.plot(steps, [100 * e["val"]["accuracy"] for e in epochs], color="tab:green", label="validation accuracy")
-        best = max(epochs, key=lambda e: (e["val"]["accuracy"], -e["val"]["nll"]))
-        for axes, value in ((loss, best["val"]["nll"]), (accuracy, 100 * best["val"]["accuracy"])):
-            axes.plot(best["epoch"], value, "o", color="tab:red", label=f"best epoch, {best['epoch']}")
+        for best in (e for e in epochs if e["epoch"] == best_epoch):  # none where the lines before were lost
+            for axes, value in ((loss, best["val"]["nll"]), (accuracy, 100 * best["val"]["accuracy"])):
+                axes.plot(best_epoch, value, "o", color="tab:red", label=f"best epoch, {best_epoch}")
     loss.set(xlabel="epoch", ylabel="loss", yscale="log")
     for which in (loss.yaxis.set_major_formatter, loss.yaxis.set_minor_formatter):
         which(FuncFormatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "125" else ""))
     accuracy.set(xlabel="epoch", ylabel="%")
-    for axes in (loss, accuracy):
+    for axes in third:
+        _draw_spread(axes, steps[-len(spread) :], spread)
+    for axes in (loss, accuracy, *third):
         axes.grid(alpha=0.3)
         if axes.lines:
             axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))  # beside the curves, never on them
     figure.savefig(path, dpi=110)
+
+
+def _draw_spread(axes: Any, steps: list[int], spread: list[dict[str, float]]) -> None:
+    """Whether the embeddings in the bank stay apart: two measures, each on an axis of its own."""
+    cosines = [s["cosine_between_classes"] for s in spread]
+    axes.plot(steps, cosines, label="mean cosine of embeddings\nof different classes")
+    axes.plot([], [], color="tab:orange", label="effective rank (right)")
+    axes.set(xlabel="epoch", ylim=(min(-0.1, *cosines, 0), 1.02))
+    ranks = axes.twinx()
+    ranks.plot(steps, [s["effective_rank"] for s in spread], color="tab:orange")
+    ranks.set(ylim=(0, None))

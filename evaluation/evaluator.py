@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,8 +32,7 @@ class Evaluator:
     """A classifier and its baselines, on the rows of a run.
 
     `retriever` finds the neighbors: the classifier's head, or one over its features for the baselines; None where there is no vote.
-    `headline`: whether the classifier's answer as trained or the calibrated one counts as the result. `foreign`: rows of another data
-    set, for --ood. `growth`: what bounds the bank that test rows join, for --continual.
+    `foreign`: rows of another data set, for --ood. `growth`: what bounds the bank that test rows join, for --continual.
     """
 
     classifier: Classifier
@@ -41,7 +40,6 @@ class Evaluator:
     retriever: NeighborHead | None
     sets: Sets
     options: EvaluationOptions
-    headline: Literal["raw", "calibrated"]
     foreign: AnyBatches | None = None
     growth: Growth | None = None
 
@@ -50,8 +48,9 @@ class Evaluator:
         with torch.no_grad():
             return (self.retriever or self.classifier.head).retrieve(features, k)
 
-    def evaluate(self) -> dict[str, Any]:
-        """The scores of the test split, of the head itself and of every predictor."""
+    def evaluate(self) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+        """The scores of the test split, of the classifier (as trained: test, calibrated: test_calibrated) and of every predictor;
+        and the log-probabilities that they are made of, by variant and predictor."""
         test, retriever = self.sets.test, self.retriever
         ks = sorted({*whole_numbers("k_eval", self.options.k_eval), *whole_numbers("k_ensemble", self.options.k_ensemble)})
         k = max([*ks, retriever.k]) if retriever else None  # all k from one search
@@ -60,11 +59,12 @@ class Evaluator:
         if retriever is not None:
             views = [view.nearest(retriever.k) for view in views]
         variants = self.variants(views)
-        own = [v for v in variants if v.startswith("raw") or self.headline == "calibrated"]  # the last is the result
-        of_own = {v: scores(variants[v][self.predictors.own], target) for v in own}
-        predicted = variants[own[-1]][self.predictors.own].argmax(1)
+        of_own = {v: scores(variants[v][self.predictors.own], target) for v in variants}
+        views_of = "_tta" if len(views) > 1 else ""
+        answer = [v for v in (f"raw{views_of}", f"calibrated{views_of}") if v in variants]
+        predicted = variants[answer[-1]][self.predictors.own].argmax(1)
         found: dict[str, Any] = {
-            "test": of_own[own[-1]],
+            **dict(zip(("test", "test_calibrated"), (of_own[v] for v in answer), strict=False)),
             "test_variants": of_own,
             "confusion": confusion_matrix(predicted, target, self.classifier.num_classes).tolist(),
         }
@@ -72,18 +72,25 @@ class Evaluator:
             of_each = {n: {v: scores(variants[v][n], target) for v in variants} for n in self.predictors.names}
             found["predictors"] = {**self.circumstances(views[0]), **self.with_leave_one_out(of_each)}
             if len(ks) > 1:
-                of_k = self.predictors.by_k(plain, ks)
-                found["predictors"]["by_k"] = {n: {k: standard_metrics(of_k[k][n], target) for k in ks} for n in of_k[ks[0]]}
+                sweeps = [v for v in ("raw", "calibrated") if v in variants]
+                found["predictors"]["by_k"] = {v: self.by_k(plain, ks, target, calibrated=v == "calibrated") for v in sweeps}
             if self.foreign is not None:
-                found["ood"] = self.out_of_distribution(views[0], variants[self.headline][self.predictors.own])
+                found["ood"] = self.out_of_distribution(views[0], variants[answer[-1].removesuffix("_tta")][self.predictors.own])
             if self.growth is not None:
                 found["continual"] = self.continual(views[0], self.growth, target)
-        return found
+        return found, variants
+
+    def validate_calibrated(self) -> dict[str, float] | None:
+        """The validation rows after calibration, which was fitted to them; None where it was not."""
+        val = self.sets.val
+        if val is None or self.classifier.calibrated is None:
+            return None
+        return standard_metrics(self.classifier.log_probs(self.retrieve(val)), val.target)
 
     def out_of_distribution(self, test: Retrieved, log_probs: Tensor) -> dict[str, Any]:
         assert self.foreign is not None
         foreign = self.retrieve(self.foreign)
-        unsure = self.classifier.log_probs(foreign, calibrated=self.headline == "calibrated")
+        unsure = self.classifier.log_probs(foreign)
         names = {"dataset": self.foreign.data.name, "predictor": self.predictors.own}
         return names | detection(test, foreign, log_probs, unsure)
 
@@ -129,6 +136,11 @@ class Evaluator:
             votes = {name: predictor.vote_part for name, predictor in raw.items()}
             found["neighbors"] = {name: vote.neighbors_with_weight(retrieved) if vote else 0.0 for name, vote in votes.items()}
         return found
+
+    def by_k(self, retrieved: Retrieved, ks: list[int], target: Tensor, *, calibrated: bool) -> dict[str, dict[int, dict[str, float]]]:
+        """Scores of each predictor with the first k neighbors, for each k."""
+        of_k = self.predictors.by_k(retrieved, ks, calibrated=calibrated)
+        return {name: {k: standard_metrics(of_k[k][name], target) for k in ks} for name in self.predictors.names}
 
     def with_leave_one_out(self, of_each: dict[str, Any]) -> dict[str, Any]:
         """With the accuracy of each vote over training rows that are not their own neighbors."""

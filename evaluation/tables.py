@@ -29,7 +29,9 @@ def description(config: Config, summary: Mapping[str, Any], shape: tuple[int, ..
 def table(results: dict[str, Any], written: Path) -> str:
     """The final table: scores of validation and test side by side, before calibration and after, then cost."""
     variants = results["test_variants"]
-    columns = {"val": results["val"] or {}, **{"test" if v == "raw" else VARIANTS[v]: scores for v, scores in variants.items()}}
+    columns = {"val": results["val"] or {}}
+    columns |= {"val calibrated": results["val_calibrated"]} if "val_calibrated" in results else {}
+    columns |= {"test" if v == "raw" else f"test {VARIANTS[v]}": scores for v, scores in variants.items()}
     percent = {"accuracy": "accuracy", "top5": "top-5", "f1_macro": "F1-macro"}
     plain = {"nll": "NLL", "ece": "ECE", "brier": "Brier"}
     sure = {f"accuracy_at_{share}": f"surest {share} %" for share in (95, 90, 80)}
@@ -42,14 +44,16 @@ def table(results: dict[str, Any], written: Path) -> str:
     lines += [f"{name:<16}{cells(key, '.2%')}" for key, name in percent.items()]
     lines += [f"{name:<16}{cells(key, '.4f')}" for key, name in plain.items()]
     lines += [f"{name:<16}{cells(key, '.2%')}" for key, name in sure.items()]
+    rules = {"accuracy": "validation accuracy, then NLL", "nll": "validation NLL"}
     cost = {
+        "epoch chosen by": rules.get(results["config"]["select"], "being the last") if results["val"] else "being the last",
         "parameters": f"{results['params'] / 1e6:.3f} M",
         "GFLOPs": f"{results['gflops']:.4g}",
-        "images/s": f"{results['images_per_second']:,.0f}",
+        "images/s": "{:,.0f} ({:,.0f} to {:,.0f})".format(results["images_per_second"], *results["images_per_second_quartiles"]),
         "peak memory": f"{results['peak_memory_mb']:,.0f} MB" if results["peak_memory_mb"] else "",
         "training time": f"{results['seconds']:.1f} s",
     }
-    lines += [f"{name:<16}{value:>24}" for name, value in cost.items() if value]
+    lines += [f"{name:<16}{value:>32}" for name, value in cost.items() if value]
     if "predictors" in results:
         lines += ["", *predictors_table(results["predictors"]), *remarks(results)]
     if "ood" in results:
@@ -61,6 +65,8 @@ def table(results: dict[str, Any], written: Path) -> str:
         both = " to ".join(f"{grown[when]['accuracy']:.2%} (NLL {grown[when]['nll']:.4f})" for when in ("before", "after"))
         sizes = f"{grown['bank_before']:,} to {grown['bank']:,} rows"
         lines += ["", f"bank that test rows join, {grown['block']} at a time, once classified ({sizes}), {grown['predictor']}: {both}"]
+    if results.get("warnings"):
+        lines += ["", "to be known before these numbers are trusted:", *(f"  {warning}" for warning in results["warnings"])]
     return "\n".join([*lines, f"written to {written}"])
 
 
@@ -80,8 +86,8 @@ def predictors_table(found: dict[str, Any]) -> list[str]:
         cells = ["".join(form.format(of_predictor[v][key]) for key, form in shown.items()) + "  " for v in variants]
         left_out = format(of_predictor["train_leave_one_out"], ".2%") if "train_leave_one_out" in of_predictor else "-"
         lines.append(f"{name:<{first}}{''.join(cells)}{left_out:>16}")
-    if by_k := found.get("by_k"):
-        lines += ["", f"{'as trained, k =':<{first}}" + "".join(f"{k:>18}" for k in next(iter(by_k.values())))]
+    for variant, by_k in found.get("by_k", {}).items():
+        lines += ["", f"{VARIANTS[variant] + ', k =':<{first}}" + "".join(f"{k:>18}" for k in next(iter(by_k.values())))]
         lines += [
             f"{name:<{first}}" + "".join(f"{scores['accuracy']:>10.2%}{scores['nll']:>8.3f}" for scores in of_k.values())
             for name, of_k in by_k.items()

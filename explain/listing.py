@@ -48,8 +48,8 @@ def show(
 
 def cost_of(module: nn.Module, x: torch.Tensor) -> str:
     """Parameters, FLOPs of one row, and measured time of a batch."""
-    speed = rows_per_second(module.eval(), x, seconds=0.2)
-    return f"{parameters(module):,} parameters, {gflops(module, x):.3f} GFLOPs, {1e3 * len(x) / speed:.1f} ms forward"
+    slow, median, fast = (1e3 * len(x) / speed for speed in rows_per_second(module.eval(), x, seconds=0.2))
+    return f"{parameters(module):,} parameters, {gflops(module, x):.3f} GFLOPs, {median:.1f} ms forward ({fast:.1f} to {slow:.1f})"
 
 
 def show_layers(dim: int, num_heads: int, side: int, batch_size: int) -> None:

@@ -196,10 +196,12 @@ class FeatureBatches(AnyBatches):
         device: torch.device,
         train: bool = False,
         seed: int = 0,
+        copies: np.ndarray | None = None,
     ) -> None:
         if views.ndim != 3 or not len(views) or views.shape[1] != len(target):
             raise ValueError(f"views must be (at least 1, {len(target)} rows, features), got {tuple(views.shape)}")
-        super().__init__(Split(views[0].cpu().numpy(), target), data, batch_size=batch_size, device=device, train=train, seed=seed)
+        split = Split(views[0].cpu().numpy(), target, copies)
+        super().__init__(split, data, batch_size=batch_size, device=device, train=train, seed=seed)
         self.views = views.to(device)
 
     def check_view(self, view: int) -> None:

@@ -46,6 +46,7 @@ class Features:
             device=images.device,
             train=images.train,
             seed=images.seed,
+            copies=images.split.copies,
         )
 
     def of(self, name: str, images: Batches, plain: Tensor | None = None, epoch: int = 0) -> Tensor:

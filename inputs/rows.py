@@ -30,10 +30,14 @@ class Source:
 
 @dataclass(frozen=True)
 class Split:
-    """x: uint8 images (N, C, H, W), float32 rows (N, F), or paths. y: int64 class numbers."""
+    """x: uint8 images (N, C, H, W), float32 rows (N, F), or paths. y: int64 class numbers.
+
+    copies: for each row the number of the first one that is exactly the same; None where none are.
+    """
 
     x: np.ndarray
     y: np.ndarray
+    copies: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.y)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from layers import functional as L
 from layers.base import TokenMixer
-from utils import one_of, whole_number
+from utils import BadOption, one_of, whole_number
 
 
 class MaskedAttention(TokenMixer):
@@ -43,6 +43,9 @@ class SparseAttention(MaskedAttention):
     def pattern(self, tokens: int, device: torch.device) -> Tensor:
         if self.sparse_mode == "all":
             return torch.ones(tokens, tokens, dtype=torch.bool, device=device)
+        if self.sparse_mode == "strided" and tokens > 1 and self.sparse_context_window >= tokens:
+            rule = f"must be below the number of tokens ({tokens}) with --sparse_mode strided: no token would see another one"
+            raise BadOption("sparse_context_window", rule, self.sparse_context_window)
         pattern = L.local_mask if self.sparse_mode == "local" else L.strided_mask
         return pattern(tokens, self.sparse_context_window, device)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,7 +15,7 @@ from config import Config
 from inputs.rows import Data
 from run.directory import check_writable
 from training.bank import order_in_bank
-from utils import BadOption, options_of, say, whole_numbers
+from utils import BadOption, options_of, say, warn, whole_numbers
 
 
 def check_neighbors(config: Config, data: Data) -> None:
@@ -37,6 +40,47 @@ def check_neighbors(config: Config, data: Data) -> None:
         raise BadOption("neighbor_sample", f"must leave at least k_train + 2 ({least}) of the bank's {rows} rows", rate)
 
 
+def warn_of_copies(config: Config, data: Data) -> None:
+    """Rows that are exactly the same as others, within and between splits."""
+    counts, keep = data.summary["duplicates"], config.data.keep_duplicates
+    if not counts:
+        say("duplicates: not looked for among so many image files")
+    told = {
+        "train": "training rows are exact copies of others" + ("" if keep else "; copies are not each other's neighbors"),
+        "val_in_train": "validation rows are exact copies of training rows" + (", and stay" if keep else ", and were left out"),
+        "test_in_train": "test rows are exact copies of training rows: the test is easier than new rows would be",
+        "test_in_val": "test rows are exact copies of validation rows, which pick the epoch and set the confidence",
+        "test": "test rows are exact copies of other test rows, and count as often as they are there",
+    }
+    for name, what in told.items():
+        if counts.get(name):
+            warn(f"duplicates: {counts[name]:,} {what}")
+
+
+SURPRISE = 3.0  # standard errors
+
+
+def warn_of_known_rows(config: Config, data: Data, found: Mapping[str, Any], val: Mapping[str, float] | None) -> None:
+    """A pretrained backbone may have been trained on the validation rows: then they are easier than new rows, and calibration, which
+    takes them for new rows, makes the classifier too sure."""
+    options = config.data
+    if not config.model.pretrained or val is None or data.val is None or options.noise or options.label_noise or options.imbalance < 1:
+        return
+    predictors = found.get("predictors", {})
+    left_out = [s["train_leave_one_out"] for s in predictors.get("scores", {}).values() if "train_leave_one_out" in s]
+    easy, n = val["accuracy"], len(data.val)
+    rivals = [("test rows", found["test"]["accuracy"], len(data.test))]
+    rivals += [("training rows without themselves", max(left_out), predictors["left_out_rows"])] if left_out else []
+    for what, accuracy, rows in rivals:
+        both = (easy * n + accuracy * rows) / (n + rows)
+        if easy - accuracy > SURPRISE * math.sqrt(both * (1 - both) * (1 / n + 1 / rows)):
+            warn(
+                f"pretrained: validation rows are easier ({easy:.1%} right) than {what} ({accuracy:.1%}), so these weights may have been "
+                "trained on them, and then calibration is too sure; rows that nothing was trained on mend it (x_val, y_val in an npz)"
+            )
+            return
+
+
 def check_validation(config: Config, data: Data) -> None:
     """Without validation rows, what needs them is refused, and what follows from having none is said."""
     if data.val is not None:
@@ -45,10 +89,9 @@ def check_validation(config: Config, data: Data) -> None:
         if asked:
             raise BadOption(name, needs_validation(config, data), getattr(config.training, name))
     why = rounded_away(config, data) or f"--val_fraction {config.data.val_fraction}"
-    say(f"validation: no rows ({why}), so the last epoch counts as the best")
-    head = HEADS[config.head.head]
-    if head.wants_bank and config.evaluation.calibrate is None:
-        fitted = "interpolation" in options_of(head) and config.head.interpolation is None
+    warn(f"validation: no rows ({why}), so the last epoch counts as the best")
+    if config.evaluation.calibrate == "none":
+        fitted = "interpolation" in options_of(HEADS[config.head.head]) and config.head.interpolation is None
         say(f"calibrate: none (no validation rows{'; the share of the vote stays at one half' if fitted else ''})")
 
 
@@ -67,7 +110,7 @@ def check_evaluation(config: Config, data: Data) -> None:
     options = config.evaluation
     if options.tta > 1 and data.kind == "table":
         raise BadOption("tta", "needs images: the rows of a table have no views", options.tta)
-    if options.calibrate not in (None, "none") and data.val is None:
+    if options.calibrate != "none" and data.val is None:
         raise BadOption("calibrate", needs_validation(config, data), options.calibrate)
     if config.system.feature_cache and config.model.freeze_backbone:
         check_writable(Path(config.system.feature_cache), "feature_cache")

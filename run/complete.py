@@ -40,6 +40,8 @@ def complete(given: Mapping[str, Any], data: Data) -> Config:
     if config.evaluation.baselines and not HEADS[config.head.head].wants_bank and (absent := absent_classes(data)):
         config = config.but(baselines=False)
         say(f"baselines: none; there is no training row of {', '.join(absent[:10])}")
+    if data.val is None and "calibrate" not in given:
+        config = config.but(calibrate="none")
     check_neighbors(config, data)
     check_validation(config, data)
     return config
@@ -50,6 +52,9 @@ def with_defaults(given: Mapping[str, Any], shape: tuple[int, ...], summary: Map
     values = {**DEFAULTS, **with_presets(given, shape)}
     known = options_of(HEADS[values["head"]])
     values.setdefault("k_train", DINO_K if "vote" in known and weights_name(values) == "softmax-cosine" else DEFAULT_K)
+    wants_bank = HEADS[values["head"]].wants_bank
+    values.setdefault("standardize", wants_bank and (projects(values) or not frozen(values)))  # where something is learned from it
+    values.setdefault("dropout_ramp", wants_bank)
     values.setdefault("baselines", summary["train"] <= MOST_ROWS)
     return values
 
@@ -79,10 +84,11 @@ def without_effect(values: Mapping[str, Any], data: Data) -> list[tuple[str, dic
     if model not in ("mlp", "identity"):
         found += [(f"--layer {values['layer']}", default(idle_layer_options(values["layer"])))]
     if values["freeze_backbone"]:
-        found += [("--freeze_backbone", {**default(["lr_backbone"]), "cutmix_alpha": 0.0, "use_compiled": False})]
+        found += [("--freeze_backbone", {**default(["lr_backbone"]), "cutmix_alpha": 0.0, "use_compiled": False, "dropout_ramp": False})]
         found += [("--no-augment", default(["views"]))] if not values["augment"] else []
     else:
         found += [("a backbone in training (no --freeze_backbone)", default(("views", "feature_cache")))]
+    found += [("training (it goes with --test_only)", default(["recalibrate"]))]
     known, elsewhere = options_of(head), {"views", "memory_update_freq"} if head.wants_bank else {"views"}
     if values["continual"] and not head.wants_bank:
         elsewhere |= {"bank_cap", "bank_evict"}  # of the bank that grows

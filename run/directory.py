@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from config import Config
+from evaluation.predictions import FILE as PREDICTIONS
 from utils import BadOption, say
 
 RESULTS = "results.json"  # written last: a directory without it holds a run that did not finish
@@ -69,7 +70,7 @@ def new_folder(config: Config, overwrite: bool) -> Iterator[Path]:
         raise BadOption("output_dir", f"must be a directory that can be written ({error.strerror})", str(folder)) from None
     with locked(folder):
         if overwrite:  # what an earlier run left must not be taken for this one's
-            for stale in [folder / RESULTS, folder / "metrics.jsonl", *(folder / "checkpoints").glob("*/*")]:
+            for stale in [*(folder / name for name in (RESULTS, "metrics.jsonl", PREDICTIONS)), *(folder / "checkpoints").glob("*/*")]:
                 stale.unlink(missing_ok=True)
             for stale in (folder / "checkpoints").glob("*"):
                 with contextlib.suppress(OSError):  # a user's own folders in it stay

@@ -49,7 +49,7 @@ def calibrated_predictor(
     """The head's own predictor as it was calibrated; None where that was not done."""
     if stored is None or facts["calibration"] == "none":
         return None
-    found = calibrated_form(model.head, facts["calibration"])
+    found = calibrated_form(model.head, model.num_classes, facts["calibration"])
     start = f"calibrated.{own_name(model.head, config.head.head)}."
     found.load_state_dict({name.removeprefix(start): value for name, value in stored.items() if name.startswith(start)})
     return found
@@ -82,7 +82,7 @@ def load(path: str, given: Mapping[str, Any]) -> Loaded:
         model.head.refresh(banks["bank"])
     elif model.head.wants_bank:
         say("bank: the training rows are embedded anew")
-        rows = loader(config, data, "train", device)
+        rows = loader(config.but(noise=facts["config"]["noise"]), data, "train", device)
         assert rows is not None
         build_bank(model, rows.plain())
     return loaded

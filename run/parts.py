@@ -22,7 +22,7 @@ from inputs.features import Features, Reading, digest_of
 from inputs.rows import Batch, Data, Split
 from run.checks import rows_in_bank
 from run.provenance import versions
-from utils import BadOption, options_of, say, seed_everything, whole_numbers
+from utils import WARNINGS, BadOption, options_of, say, seed_everything, warn, whole_numbers
 
 
 def choose_device(name: str) -> torch.device:
@@ -41,7 +41,7 @@ def choose_device(name: str) -> torch.device:
 
 def load_data(values: Mapping[str, Any], fitted: dict[str, Any] | None = None) -> Data:
     """From flags and their values. `fitted`: the statistics of an earlier run's training split."""
-    options = {k: values[k] for k in ("val_fraction", "seed", "label_noise", "imbalance") if k in values}
+    options = {name: values[name] for name in options_of(dataset.load) if name in values}
     ready = values.get("model") == "identity"
     return dataset.load(values.get("dataset", "digits"), values.get("data_path", "./data"), fitted=fitted, ready=ready, **options)
 
@@ -66,11 +66,12 @@ def with_published_normalization(config: Config, data: Data) -> Data:
 
 def warn_of_seen_rows(config: Config, before: Mapping[str, Any]) -> None:
     """NOTE: with another split, rows that the backbone was trained on would pick the epoch and set the confidence."""
-    now = {"seed": config.system.seed, "val_fraction": config.data.val_fraction}
-    differ = [name for name in now if now[name] != before[name]]
+    then = {"split_seed": before.get("split_seed", before["seed"]), "val_fraction": before["val_fraction"]}
+    now = {"split_seed": config.data.split_seed, "val_fraction": config.data.val_fraction}
+    differ = [name for name in now if now[name] != then[name]]
     if before["dataset"] == config.data.dataset and differ:
-        as_then = " ".join(f"--{name} {before[name]}" for name in differ)
-        say(f"pretrained: that run split the rows otherwise, so it has seen validation rows of this one; {as_then} gives its split")
+        as_then = " ".join(f"--{name} {then[name]}" for name in differ)
+        warn(f"pretrained: that run split the rows otherwise, so it has seen validation rows of this one; {as_then} gives its split")
 
 
 # ---------------------------------------------------------------- model
@@ -100,7 +101,7 @@ def build_model(config: Config, data: Data, device: torch.device, *, trained: bo
     if options.freeze_backbone:
         backbone.requires_grad_(False)
         if not (options.pretrained or trained or options.model == "identity"):
-            say("freeze_backbone: its weights are random (no --pretrained)")
+            warn("freeze_backbone: its weights are random (no --pretrained)")
     if start := getattr(backbone, "classifier_weights", None):
         start_from(head, start)
     facts = {
@@ -112,6 +113,7 @@ def build_model(config: Config, data: Data, device: torch.device, *, trained: bo
         "data": data.summary,
         "versions": versions(),
         "threads": torch.get_num_threads(),
+        "warnings": list(WARNINGS),
     }
     return Classifier(backbone, head, data.num_classes, facts, use_amp=config.system.use_amp).to(device)
 
@@ -146,6 +148,7 @@ def dry_run(model: Classifier, data: Data, config: Config, device: torch.device)
     x = torch.zeros(1, *input_shape(config, data), device=device)
     if not model.head.wants_bank or model.head.bank is not None:
         gflops = cost.gflops(model, x)
+        check_probabilities(model, x)
         with torch.no_grad(), torch.random.fork_rng():  # a loss may draw, and weights and order must not depend on this
             number = torch.zeros(1, dtype=torch.long, device=device)
             model.loss(Batch(x, number, number))
@@ -157,8 +160,18 @@ def dry_run(model: Classifier, data: Data, config: Config, device: torch.device)
     rows = max(data.num_classes, 1 + max(config.head.k_train, *asked, 1))
     model.head.refresh(random_bank(dim, rows, data.num_classes))
     gflops = cost.gflops(model, x)
+    check_probabilities(model, x)
     model.head.bank = None
     return gflops
+
+
+def check_probabilities(model: Classifier, x: torch.Tensor) -> None:
+    """NOTE: of logits, NLL and ECE would look like numbers."""
+    with torch.no_grad():
+        total = model(x).double().exp().sum().item()
+    if not abs(total - 1) < 1e-3:
+        head = type(model.head).__name__
+        raise BadOption("head", f"must give log-probabilities: those of {head}.forward sum to {total:.4g} after exp, not to 1")
 
 
 def random_bank(dim: int, rows: int, num_classes: int) -> Bank:
@@ -194,22 +207,26 @@ def _batches(config: Config, data: Data, split: Split, device: torch.device, *, 
         train=train,
         augment=config.data.augment and train,
         noise=config.data.noise,
-        seed=config.system.seed,
+        # What happens to other rows than those trained on is the same whatever the seed: runs are compared on them.
+        seed=config.system.seed if train else config.data.split_seed,
         workers=config.system.workers,
     )
 
 
-def loaders(config: Config, data: Data, model: Classifier, device: torch.device, folder: Path | None) -> Sets:
+def loaders(
+    config: Config, data: Data, model: Classifier, device: torch.device, folder: Path | None, as_trained: Config | None = None
+) -> Sets:
     """Training, validation and test rows: images or table rows or, under a frozen backbone, features computed once.
 
-    `folder` is the run, which keeps what it computes once; None: these rows are not the run's.
+    `folder` is the run, which keeps what it computes once; None: these rows are not the run's. `as_trained`: how training and
+    validation rows are read, where a test reads its rows in another way (with noise).
     """
     named = config.system.feature_cache
     cache = Path(named) if named else folder / "features" if folder else None
     kept = features_of(config, model, cache) if config.model.freeze_backbone else None
 
     def rows(part: str) -> AnyBatches | None:
-        images = loader(config, data, part, device)
+        images = loader(config if part == "test" else as_trained or config, data, part, device)
         if images is None or kept is None:
             return images
         views = config.evaluation.tta if part == "test" else 1

@@ -25,7 +25,7 @@ from run.parts import loaders
 from run.saved import saved_config
 from training import checkpoint
 from training.bank import build_bank
-from utils import say, whole_numbers
+from utils import warn, whole_numbers
 
 
 def prepare(
@@ -58,7 +58,7 @@ def prepare(
         retriever = attention_over(bank, config, model, device, trained=stored is not None)
         predictors = beside_features(head, config.head.head, retriever, mode)
     else:
-        predictors = alone(head, config.head.head, mode)
+        predictors = alone(head, model.num_classes, config.head.head, mode)
     predictors.to(device)
     evaluator = Evaluator(
         model,
@@ -66,7 +66,6 @@ def prepare(
         retriever,
         sets,
         config.evaluation,
-        headline="calibrated" if mode != "none" and (config.evaluation.calibrate is not None or head.wants_bank) else "raw",
         foreign=foreign,
         growth=growth_of(config) if config.evaluation.continual else None,
     )
@@ -79,22 +78,24 @@ def prepare(
 
 
 def calibration_mode(config: Config, data: Data) -> str:
-    return (config.evaluation.calibrate or "head") if data.val is not None else "none"
+    return config.evaluation.calibrate if data.val is not None else "none"
 
 
 def prepare_loaded(loaded: Loaded, foreign: AnyBatches | None = None) -> Evaluator:
     """Predictors of a loaded run: as they were saved, or fitted anew where the evaluation differs and the validation rows are the run's."""
     config, facts, data = loaded.config, loaded.facts, loaded.data
-    sets = loaders(config, data, loaded.model, loaded.device, loaded.folder if loaded.has_run_rows else None)
     then = saved_config(facts, {}, frozenset(), "checkpoint")
+    anew = config.evaluation.recalibrate
+    folder = loaded.folder if loaded.has_run_rows else None
+    sets = loaders(config, data, loaded.model, loaded.device, folder, config if anew else then.but(batch_size=config.training.batch_size))
     same_baselines = loaded.model.head.wants_bank or config.evaluation.baselines == (loaded.baseline_bank is not None)
     stored, mode = loaded.predictors, calibration_mode(config, data)
-    if stored is not None and (question(config, data) != question(then, data) or not same_baselines):
+    if stored is not None and (anew or question(config, data) != question(then, data) or not same_baselines):
         stored = None
     if stored is not None:
         mode = facts["calibration"]
     elif not loaded.has_run_rows and mode != "none":
-        say("calibrate: not possible (the run fitted none for this evaluation, and these are not its rows)")
+        warn("calibrate: not possible (the run fitted none for this evaluation, and these are not its rows)")
         mode = "none"
     return prepare(config, loaded.model, sets, mode=mode, stored=stored, bank=loaded.baseline_bank, foreign=foreign)
 
@@ -103,7 +104,8 @@ def question(config: Config, data: Data) -> tuple[Any, ...]:
     """What the fitted confidence depends on."""
     options = config.evaluation
     ensemble = whole_numbers("k_ensemble", options.k_ensemble)
-    k = whole_numbers("k_eval", options.k_eval)[:1] or (config.head.k_train,)
+    ks = whole_numbers("k_eval", options.k_eval)
+    k = ks if len(ks) == 1 else (config.head.k_train,)
     return calibration_mode(config, data), ensemble or k, bool(ensemble), options.adaptive_k
 
 
@@ -121,7 +123,7 @@ def groups_of(evaluator: Evaluator) -> tuple[dict[str, dict[str, Tensor]], dict[
 def bank_of_features(model: Classifier, rows: AnyBatches) -> Bank:
     """For the baselines of a head that has no bank."""
     embeddings = unit(model.of_rows(rows))
-    bank = Bank(embeddings.shape[1])
+    bank = Bank(embeddings.shape[1], copies=rows.split.copies)
     bank.add(embeddings, rows.target)
     return bank
 

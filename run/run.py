@@ -16,13 +16,13 @@ import config as flags
 from classifiers.bank import Bank
 from classifiers.classifier import Classifier
 from config import Config
-from evaluation import curves, tables
+from evaluation import curves, predictions, tables
 from evaluation.cost import cost_of
 from evaluation.evaluator import Evaluator
 from inputs import store
 from inputs.batches import AnyBatches
 from inputs.rows import Data
-from run.checks import check_evaluation
+from run.checks import check_evaluation, warn_of_copies, warn_of_known_rows
 from run.complete import complete
 from run.directory import RESULTS, check_output, check_writable, locked, new_folder
 from run.load import load
@@ -34,13 +34,14 @@ from run.saved import saved_config, with_absolute_paths
 from train_eval import evaluate, train
 from training import checkpoint
 from training.progress import TRACKERS, Log, check_tracker
-from utils import BadOption, Diverged, Halt, Stopped, keep_memory, say
+from utils import WARNINGS, BadOption, Diverged, Halt, Stopped, keep_memory, say, warn
 
 
 def run(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
     """What `python main.py` does: test, resume, or begin. `given` holds what was asked for; the rest follows from the data set."""
     if action.config:
         given = {**flags.read_yaml(action.config), **given}
+    WARNINGS.clear()
     flags.check(given)
     flags.check({k: v for k, v in vars(action).items() if v is not None}, flags.Action)
     load_plugin(given.get("plugin"))
@@ -87,6 +88,7 @@ def begin(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
     data = load_data(given)
     config = complete(given, data)
     parts = Parts.of(config, with_published_normalization(config, data), device)
+    warn_of_copies(config, data)
     with new_folder(config, action.overwrite) as folder:
         (folder / "config.yaml").write_text(flags.to_yaml(config))
         (folder / "args.txt").write_text(shlex.join(["python", *sys.argv]) + "\n")
@@ -117,11 +119,13 @@ def resume(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
         raise BadOption("num_epochs", f"must be at least the {done} epochs that the run has", options.num_epochs)
     device = choose_device(config.system.device)
     if facts["threads"] != torch.get_num_threads():
-        say(f"threads: {torch.get_num_threads()}, the run had {facts['threads']}; the numbers will differ in their last digits")
+        warn(f"threads: {torch.get_num_threads()}, the run had {facts['threads']}; the numbers differ in their last digits")
+    WARNINGS.extend(w for w in facts.get("warnings", []) if w not in WARNINGS)
     data = load_data(config.flat(), facts["fitted"])
-    if data.summary != facts["data"]:
+    if any(data.summary.get(name) != value for name, value in facts["data"].items()):
         raise BadOption("resume", "needs the rows that the run was trained on, and the data set has changed since", str(folder))
     parts = Parts.of(config, data, device, tensors["model"])
+    warn_of_copies(config, data)
     with locked(folder):
         if (folder / RESULTS).exists():  # a run without results did not finish: it goes on, so the old ones get another name
             os.replace(folder / RESULTS, folder / f"results-epoch{done}.json")
@@ -144,14 +148,14 @@ def test(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
     check_writable(where)
     loaded = load(action.checkpoint, given)
     config, data, facts = loaded.config, loaded.data, loaded.facts
+    warn_of_copies(config, data)
     gflops = dry_run(loaded.model, data, config, loaded.device)
-    check_evaluation(config, data)
+    check_evaluation(config if "calibrate" in given or loaded.has_run_rows else config.but(calibrate="none"), data)
     parts = Parts(config, data, loaded.model, loaded.device, gflops, rows_for_ood(config, data, loaded.device))
     say(f"checkpoint: {source}, epoch {facts['epoch']}")
     evaluator = prepare_loaded(loaded, parts.foreign)
     val = evaluate(loaded.model, evaluator.sets.val) if evaluator.sets.val is not None else None
-    results = measure(evaluator, parts, epoch=facts["epoch"], seconds=facts.get("seconds", 0.0), val=val)
-    where.mkdir(parents=True, exist_ok=True)
+    results = measure(evaluator, parts, where, epoch=facts["epoch"], seconds=facts.get("seconds", 0.0), val=val)
     store.write_json(where / RESULTS, results)
     print(tables.table(results, where / RESULTS))
     return results
@@ -197,30 +201,39 @@ def finish(parts: Parts, folder: Path, action: flags.Action, start: int = 0) -> 
         evaluator = prepare(config, model, sets, mode=calibration_mode(config, data), foreign=parts.foreign)
         groups, fitted = groups_of(evaluator)
         store.save(best, {**tensors, **groups}, {**facts, **fitted})
-        results = measure(evaluator, parts, epoch=place.best_epoch, seconds=place.seconds, val=place.best)
+        results = measure(evaluator, parts, folder, epoch=place.best_epoch, seconds=place.seconds, val=place.best)
     except KeyboardInterrupt:
         raise Stopped(f"stopped by Ctrl-C in the final evaluation; training is done and saved. {again}", 130) from None
     table = tables.table(results, folder)
-    curves.write_epochs(folder, table)
+    curves.write_epochs(folder, table, place.best_epoch)
     store.write_json(folder / RESULTS, results)
     print(table)
     return results
 
 
-def measure(evaluator: Evaluator, parts: Parts, *, epoch: int, seconds: float, val: dict[str, float] | None) -> dict[str, Any]:
-    """What results.json holds."""
-    found = evaluator.evaluate()
+def measure(
+    evaluator: Evaluator, parts: Parts, where: Path, *, epoch: int, seconds: float, val: dict[str, float] | None
+) -> dict[str, Any]:
+    """What results.json holds; predictions are kept in `where`."""
+    found, variants = evaluator.evaluate()
+    where.mkdir(parents=True, exist_ok=True)
+    own, test_rows = evaluator.predictors.own, parts.data.summary["test_sha256"]
+    predictions.keep(where, variants, evaluator.sets.test.target, own=own, test_rows=test_rows)
+    calibrated = evaluator.validate_calibrated()
+    warn_of_known_rows(parts.config, parts.data, found, val)
     rows = loader(parts.config, parts.data, "test", parts.device)
     assert rows is not None
     x = next(iter(rows.epoch())).x  # real rows: what a search costs depends on them
     return {
         **found,
         "val": val,
+        **({"val_calibrated": calibrated} if calibrated else {}),
         "epoch": epoch,
         "gflops": parts.gflops,
         **cost_of(parts.model, x),
         "seconds": seconds,
         "data": parts.data.summary,
+        "warnings": list(dict.fromkeys([*parts.model.facts.get("warnings", []), *WARNINGS])),
         "config": parts.config.flat(),
         "ignored": dict(parts.config.ignored),
         "versions": versions(),

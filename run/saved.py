@@ -13,16 +13,15 @@ from inputs import store
 from inputs.rows import Data
 from run.complete import with_defaults
 from training import checkpoint
-from utils import BadOption, say
+from utils import BadOption, warn
 
 
 def saved_config(facts: Mapping[str, Any], given: Mapping[str, Any], free: frozenset[str], flag: str) -> Config:
     """The configuration in a checkpoint, with those of its options changed that may change."""
-    saved = flags.with_new_names(facts["config"])
+    saved = flags.of_saved_run(facts["config"])
     if strange := [name for name in saved if name not in flags.FIELDS]:
         raise BadOption(flag, f"was written by a version with other options ({', '.join(strange)})")
     set_then = {name: value for name, value in saved.items() if value is not None}
-    # An option newer than the checkpoint has its default.
     config = Config.of(with_defaults(set_then, tuple(facts["shape"]), facts["data"]), facts.get("ignored"))
     before = config.flat()
     for name, value in given.items():
@@ -38,7 +37,7 @@ def check_same(data: Data, facts: Mapping[str, Any]) -> None:
     if data.num_classes != len(facts["classes"]):
         raise BadOption("checkpoint", f"is for {len(facts['classes'])} classes, and {data.name} has {data.num_classes}")
     if list(data.classes) != facts["classes"]:
-        say(f"classes: matched by number; the checkpoint has {facts['classes'][:3]} ..., {data.name} has {list(data.classes[:3])} ...")
+        warn(f"classes: matched by number; the checkpoint has {facts['classes'][:3]} ..., {data.name} has {list(data.classes[:3])} ...")
     if list(data.shape) != facts["shape"] and (len(data.shape) != 3 or data.shape[0] != facts["shape"][0] or not facts["config"]["resize"]):
         raise BadOption("checkpoint", f"is for rows of shape {tuple(facts['shape'])}, and {data.name} has {data.shape}")
 

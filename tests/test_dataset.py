@@ -44,9 +44,16 @@ def test_digits():
         "test": len(data.test),
         "class_counts": np.bincount(data.train.y).tolist(),
         "label_noise_rate": 0.0,
+        "duplicates": dict.fromkeys(("train", "val_in_train", "val", "test_in_train", "test_in_val", "test"), 0),
         "sha256": load("digits").summary["sha256"],
+        "test_sha256": load("digits").summary["test_sha256"],
     }
-    others = [load("digits", seed=1), load("digits", label_noise="0.1"), load("digits", imbalance=0.5), load("digits", val_fraction=0.2)]
+    others = [
+        load("digits", split_seed=1),
+        load("digits", label_noise="0.1"),
+        load("digits", imbalance=0.5),
+        load("digits", val_fraction=0.2)
+    ]
     assert len({d.summary["sha256"] for d in [data, *others]}) == 5  # of rows, labels and their split
 
 
@@ -66,7 +73,8 @@ def test_fake():
     data = load("fake(train=41, test=11, size=7, channels=2, classes=3)", val_fraction=0)
     assert (data.shape, data.num_classes, len(data.train), len(data.test)) == ((2, 7, 7), 3, 41, 11)
     assert data.val is None
-    assert np.array_equal(data.train.x, load("fake(train=41, test=11, size=7, channels=2, classes=3)", seed=5, val_fraction=0).train.x)
+    again = load("fake(train=41, test=11, size=7, channels=2, classes=3)", split_seed=5, val_fraction=0)
+    assert np.array_equal(data.train.x, again.train.x)
     assert load("fake").shape == (3, 32, 32)
 
 
@@ -143,7 +151,7 @@ def test_splits_are_disjoint_and_follow_from_the_seed(tmp_path):
     name = numbered(tmp_path)
     splits = []
     for seed in (0, 0, 1):
-        data = load(name, val_fraction=0.3, seed=seed, fitted=AS_THEY_ARE)
+        data = load(name, val_fraction=0.3, split_seed=seed, fitted=AS_THEY_ARE)
         assert data.val is not None
         train, val = rows_of(data.train), rows_of(data.val)
         assert sorted(train + val) == list(range(61))
@@ -157,7 +165,7 @@ def test_splits_are_disjoint_and_follow_from_the_seed(tmp_path):
 
 
 def test_a_set_without_a_test_part_keeps_the_same_test_rows_for_every_seed():
-    first, second = (load("iris", seed=seed, fitted={"mean": [0.0] * 4, "std": [1.0] * 4, "levels": []}) for seed in (0, 1))
+    first, second = (load("iris", split_seed=seed, fitted={"mean": [0.0] * 4, "std": [1.0] * 4, "levels": []}) for seed in (0, 1))
     assert np.array_equal(first.test.x, second.test.x)
     assert not np.array_equal(first.train.x, second.train.x)
     assert np.bincount(first.test.y).tolist() == [10, 10, 10]
@@ -249,7 +257,7 @@ def test_noise_from_a_file_stays_with_its_rows(imbalance, tmp_path):
     label_of = np.random.default_rng(0).integers(0, 3, 97)
     np.savez(tmp_path / "noise.npz", clean=np.arange(97) % 3, worst=label_of.astype(np.uint8))
     spec = f"{tmp_path}/noise.npz:worst"
-    data = load(name, val_fraction=0.3, label_noise=spec, imbalance=imbalance, seed=3, fitted=AS_THEY_ARE)
+    data = load(name, val_fraction=0.3, label_noise=spec, imbalance=imbalance, split_seed=3, fitted=AS_THEY_ARE)
     assert data.val is not None
     assert data.train.y.tolist() == label_of[rows_of(data.train)].tolist()
     assert data.val.y.tolist() == [row % 3 for row in rows_of(data.val)]

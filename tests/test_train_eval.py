@@ -13,7 +13,7 @@ from torch import Tensor
 
 from classifiers.metrics import standard_metrics
 from tests.training.made import CLASSES, Backbone, Rooted, Watching, batches, classifier, configured, state, weights
-from train_eval import better_than, evaluate, grouped, step, train
+from train_eval import evaluate, grouped, step, train
 from training.progress import Log, Tracker
 from training.state import Place
 from utils import Diverged, Stopped
@@ -139,15 +139,6 @@ def test_evaluation_turns_dropout_off_and_training_turns_it_on():
         run.place.losses.clear()
     assert losses[0] != losses[1]
     assert scores == evaluate(run.model, data)
-
-
-def test_better_is_more_accurate_then_less_surprised():
-    best = {"accuracy": 0.5, "nll": 1.0}
-    assert better_than({"accuracy": 0.6, "nll": 9.0}, best)
-    assert better_than({"accuracy": 0.5, "nll": 0.9}, best)
-    assert not better_than({"accuracy": 0.5, "nll": 1.0}, best)
-    assert not better_than({"accuracy": 0.5, "nll": 1.1}, best)
-    assert not better_than({"accuracy": 0.4, "nll": 0.1}, best)
 
 
 # ---------------------------------------------------------------- what a head is handed

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from classifiers.bank import Bank
 from classifiers.classifier import Classifier, without_nan
+from classifiers.metrics import embedding_spread
 from inputs.batches import BANK, AnyBatches
 from training.state import TrainingState
-from utils import fold_in
+from utils import fold_in, say
 
 
 @torch.no_grad()
@@ -29,7 +30,7 @@ def build_bank(model: Classifier, rows: AnyBatches) -> None:
 
     stream = blocks()
     first = next(stream)
-    bank = Bank(first[1].shape[1], **model.head.bank_options)
+    bank = Bank(first[1].shape[1], **model.head.bank_options, copies=rows.split.copies)
     count = len(rows.target)
     ids = torch.arange(count) if bank.cap is None else order_in_bank(count, rows.seed)
     bank.refresh(rows.target.cpu()[ids], ids, chain([first], stream))
@@ -39,6 +40,19 @@ def build_bank(model: Classifier, rows: AnyBatches) -> None:
 def order_in_bank(rows: int, seed: int) -> Tensor:
     """Of a bank with a cap, where who comes last stays: that must not depend on the order of a file."""
     return torch.from_numpy(np.random.default_rng(fold_in(seed, BANK)).permutation(rows))
+
+
+COLLAPSED = 0.9  # mean cosine of rows of different classes
+MOST_ROWS = 10_000  # that it is measured on
+
+
+def say_collapsed(spread: dict[str, float]) -> None:
+    """In one line, with what causes it."""
+    cosine, rank = spread["cosine_between_classes"], spread["effective_rank"]
+    say(
+        f"collapse: rows of different classes have nearly the same embedding (mean cosine {cosine:.3f}, effective rank {rank:.1f}), so "
+        "neighbors tell nothing; likely --dropout or --mixup_alpha moves a row farther than its class does, or --lr is too high"
+    )
 
 
 class BankRefresher:
@@ -51,6 +65,7 @@ class BankRefresher:
         self.state, self.rows = state, rows
         self.every = max(1, round(every * state.schedule.updates_per_epoch))
         self.built_at = -1  # update whose weights made the averaged model's bank
+        self.collapsed = False
 
     def for_training(self) -> None:
         state = self.state
@@ -64,3 +79,14 @@ class BankRefresher:
         if self.built_at != self.state.place.updates:
             build_bank(self.state.averaged, self.rows)
             self.built_at = self.state.place.updates
+
+    def spread(self) -> dict[str, float]:
+        """Of the embeddings in the bank of the evaluation; nothing for a head without one. A collapse is said once."""
+        bank = self.state.averaged.head.bank
+        if bank is None:
+            return {}
+        found = embedding_spread(bank.embeddings[:: 1 + len(bank) // MOST_ROWS], bank.labels[:: 1 + len(bank) // MOST_ROWS])
+        if found["cosine_between_classes"] > COLLAPSED and not self.collapsed:
+            say_collapsed(found)
+        self.collapsed = found["cosine_between_classes"] > COLLAPSED
+        return found

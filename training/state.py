@@ -16,7 +16,7 @@ from classifiers.classifier import Classifier, amp_dtype
 from config import Config
 from inputs import store
 from training import checkpoint
-from training.optimizer import Average, Schedule, make_optimizer
+from training.optimizer import Average, DropoutRamp, Schedule, make_optimizer
 from utils import Diverged
 
 
@@ -32,6 +32,7 @@ class Place:
     loss_rows: int = 0
     grad_norm: float = 0.0
     best: dict[str, float] | None = None  # validation scores of the best epoch
+    top_accuracy: float = 0.0  # the highest on validation rows so far, of the best epoch or of another
     best_epoch: int = 0
     stale: int = 0  # epochs since
     seconds: float = 0.0
@@ -53,6 +54,7 @@ class TrainingState:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.optimizer = make_optimizer(self.options, model)
         self.schedule = Schedule(self.options, self.optimizer, math.ceil(batches_per_epoch / self.options.accumulate))
+        self.ramp = DropoutRamp(model.backbone, self.options.num_epochs) if self.options.dropout_ramp else None
         self.ema = copy.deepcopy(model).requires_grad_(False) if self.options.ema_decay else None
         self.average = Average(self.ema, model) if self.ema is not None else None
         self.bank: Bank | None = None  # that training votes with

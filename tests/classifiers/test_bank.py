@@ -231,3 +231,36 @@ def test_what_was_found_is_taken_by_id():
     assert mask.tolist() == [[True, False], [False, True]]
     assert (embedding[~mask] == 0).all()
     assert (label[~mask] == 0).all()
+
+
+# ---------------------------------------------------------------- copies
+
+
+@pytest.mark.parametrize("kind", ["flat", "ip", "HNSW8"])
+def test_who_excludes_a_row_excludes_its_copies(kind):
+    """Rows in groups of three that are the same: neighbors of a row are those of other groups, as if its group were not there."""
+    rows = F.normalize(torch.randn(67, 5, generator=torch.Generator().manual_seed(0)), dim=1).repeat(3, 1)
+    ids = torch.arange(len(rows))
+    bank = Bank(5, kind=kind, copies=ids % 67)
+    bank.add(rows, ids % 2)
+    others = bank.search(rows, 7, exclude=ids)
+    assert others.mask.all()
+    assert (others.index % 67 != ids[:, None] % 67).all()
+    assert kind == "ip" or (others.distance > 1e-6).all()
+    for again in (Bank.unpack(*bank.pack()), bank.sample(len(bank))):
+        assert torch.equal(again.search(rows, 7, exclude=ids).distance, others.distance) or kind == "HNSW8"
+    bank.add(rows[:1], [0])  # a later row has no copies, and is excluded by its own id alone
+    assert bank.search(rows[:1], 1, exclude=[[0, len(rows)]]).index.item() % 67 != 0
+    assert bank.search(rows[:1], 1, exclude=[len(rows)]).index.item() % 67 == 0
+
+
+def test_many_copies_leave_enough_others():
+    """More copies than FAISS is asked for at first."""
+    generator = torch.Generator().manual_seed(0)
+    row, rest = torch.randn(1, 5, generator=generator), torch.randn(40, 5, generator=generator)
+    rows = torch.cat([row.expand(90, 5), rest])
+    bank = Bank(5, kind="flat", copies=torch.cat([torch.zeros(90, dtype=torch.long), torch.arange(90, 130)]))
+    bank.add(rows, torch.arange(130) % 2)
+    found = bank.search(rows[:3], 11, exclude=torch.arange(3))
+    order = (rest - row).norm(dim=1).argsort()[:11] + 90
+    assert (found.index == order).all()

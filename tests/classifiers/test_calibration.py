@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from classifiers import Bank
-from classifiers.calibration import MODES, calibrate, choose_fit, train_attention
+from classifiers.calibration import MANY, MODES, SPREADS, calibrate, choose_fit, train_attention
 from classifiers.heads import LinearHead
 from classifiers.neighbor_heads import AttnKnnHead, KnnHead, LinearAttnKnnHead
 from classifiers.predictors import HeadPredictor
@@ -64,14 +64,14 @@ def test_a_temperature_is_found_again(temperature: float) -> None:
     generator = torch.Generator().manual_seed(1)
     features = 3 * torch.randn(20011, C, generator=generator)
     target = torch.multinomial((features / temperature).softmax(1), 1, generator=generator)[:, 0]
-    fitted = calibrate(HeadPredictor(Fixed()), Retrieved.without_neighbors(features), target, "temperature")
+    fitted = calibrate(HeadPredictor(Fixed(), C), Retrieved.without_neighbors(features), target, "temperature")
     assert fitted.log_temperature.exp().item() == pytest.approx(temperature, rel=0.05)
 
 
 @pytest.mark.parametrize("mode", ["head", "temperature"])
 def test_a_few_rows_that_are_all_right_leave_a_temperature(mode: str) -> None:
     features, target = torch.eye(C)[[0, 1, 2, 0]] * 2, torch.tensor([0, 1, 2, 0])
-    fitted = calibrate(HeadPredictor(Fixed()), Retrieved.without_neighbors(features), target, mode)
+    fitted = calibrate(HeadPredictor(Fixed(), C), Retrieved.without_neighbors(features), target, mode)
     assert 0.2 < fitted.log_temperature.exp().item() < 1
 
 
@@ -84,6 +84,16 @@ def test_a_few_rows_leave_doubt(fitting: tuple[Any, Retrieved, Tensor]) -> None:
     predictors.calibrate(retrieved.subset(some), sure.argmax(1)[some], seed=0)
     doubt = 1 - predictors.log_probs("uniform", retrieved.subset(some), calibrated=True).exp().amax(1)
     assert doubt.min() > 1e-3
+
+
+def test_many_rows_may_ask_for_more_than_the_widest_of_the_usual_widths() -> None:
+    """Rows that are all right: the surer the better, and as far as a fit may go. Of a few such rows it must not believe that."""
+    features = torch.randn(MANY + 1, C, generator=torch.Generator().manual_seed(0))
+    target = features.argmax(1)
+    retrieved = Retrieved.without_neighbors(features)
+    assert choose_fit(HeadPredictor(Fixed(), C), retrieved, target, 0)[1] > SPREADS[-1]
+    few = torch.arange(MANY - 1)
+    assert choose_fit(HeadPredictor(Fixed(), C), retrieved.subset(few), target[few], 0)[1] <= SPREADS[-1]
 
 
 # ---------------------------------------------------------------- votes
@@ -162,7 +172,7 @@ def test_an_interpolation_ends_near_the_better_part(fitting: tuple[Any, Retrieve
 
 def test_unknown_mode() -> None:
     with pytest.raises(BadOption, match="did you mean 'head'"):
-        calibrate(HeadPredictor(Fixed()), Retrieved.without_neighbors(torch.eye(C)), torch.arange(C), "heads")
+        calibrate(HeadPredictor(Fixed(), C), Retrieved.without_neighbors(torch.eye(C)), torch.arange(C), "heads")
 
 
 # ---------------------------------------------------------------- the baselines
@@ -191,7 +201,7 @@ def test_views_are_averaged_as_probabilities(fitting: tuple[Any, Retrieved, Tens
 
 def test_every_k_from_one_search(fitting: tuple[Any, Retrieved, Tensor]) -> None:
     head, retrieved, _ = fitting
-    found = beside_neighbors(head, "none").by_k(retrieved, [1, 3, K])
+    found = beside_neighbors(head, "none").by_k(retrieved, [1, 3, K], calibrated=False)
     for k, log_probs in ((k, found[k]["uniform"]) for k in (1, 3, K)):
         single = KnnHead(D, C, vote="uniform", k_train=k, embed_dim=0).eval()
         predictor: Any = single.predictor

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from classifiers.embedder import Embedder, unit
+from classifiers.embedder import Embedder, Standardize, unit
 from utils import BadOption
 
 B, FEATURES, D = 13, 11, 7
@@ -59,16 +59,52 @@ def test_length_one_in_float32_also_under_autocast(embed_dim, dim):
 
 
 def test_without_a_projection_nothing_is_learned():
-    embedder = module(0, dropout=0.5)
+    embedder = module(0)
     assert list(embedder.parameters()) == []
-    assert torch.allclose(embedder(case()), F.normalize(case(), dim=1))
+    x = case()
+    assert torch.allclose(embedder(x), F.normalize((x - x.mean(0)) / (x.var(0, unbiased=False) + 1e-5).sqrt(), dim=1), atol=1e-6)
 
 
-def test_dropout_is_off_in_evaluation():
-    embedder = module(dropout=0.5)
-    assert (embedder(case()) != embedder(case())).any()
-    embedder.eval()
-    assert (embedder(case()) == embedder(case())).all()
+def test_features_are_standardized_over_the_batch_and_later_over_running_statistics():
+    layer = Standardize(FEATURES)
+    assert layer.running_mean is not None
+    x = case() * 3 + 5
+    found = layer(x)
+    assert torch.allclose(found.mean(0), torch.zeros(FEATURES), atol=1e-5)
+    assert torch.allclose(found.var(0, unbiased=False), torch.ones(FEATURES), atol=1e-3)
+    assert torch.allclose(layer.eval()(x), (x - x.mean(0)) / (x.var(0) + 1e-5).sqrt(), atol=1e-5)  # one batch: its own
+    layer.train()(x + 1)
+    assert torch.allclose(layer.running_mean, x.mean(0) + 0.5, atol=1e-5)  # two: their mean
+    for _ in range(40):
+        layer(x + 2)
+    assert torch.allclose(layer.running_mean, x.mean(0) + 2, atol=0.1)  # many: the latest count
+    layer.eval()
+    assert torch.allclose(layer(x[:1]), layer(x)[:1], atol=1e-6)
+    assert torch.equal(layer.train()(x[:1]), layer.eval()(x[:1]))  # one row has no variance
+
+
+def test_what_all_rows_share_is_taken_away():
+    """Rows that point nearly the same way: their embeddings do not."""
+    x = 10 + 0.1 * case()
+    shared = F.normalize(x, dim=1)
+    assert (shared @ shared.T).min() > 0.99
+    z = F.normalize(Standardize(FEATURES)(x), dim=1)
+    assert (z @ z.T - torch.eye(B)).mean().abs() < 0.1
+
+
+def test_the_form_of_older_checkpoints():
+    """Nothing is standardized, and dropout lies between the layers: their weights load, and it draws what it drew."""
+    older = module(standardize=False, dropout=0.3)
+    assert not list(older.buffers())
+    x = case()
+    torch.manual_seed(1)
+    found = older(x)
+    torch.manual_seed(1)
+    assert isinstance(older.project, torch.nn.Sequential)
+    first, norm, last = older.project[0], older.project[1], older.project[4]
+    assert torch.allclose(found, F.normalize(last(F.dropout(F.gelu(norm(first(x))), 0.3)), dim=1))
+    older.eval()
+    assert torch.equal(module(0, standardize=False)(x), unit(x))
 
 
 def test_a_zero_row_has_no_gradient_and_leaves_those_of_the_others():
@@ -77,8 +113,8 @@ def test_a_zero_row_has_no_gradient_and_leaves_those_of_the_others():
     direction = torch.randn(B, FEATURES, generator=torch.Generator().manual_seed(1))
     rest = torch.arange(B) != 3
     wanted = features[rest].clone().requires_grad_()
-    (module(0)(wanted) * direction[rest]).sum().backward()
-    (module(0)(features.requires_grad_()) * direction).sum().backward()
+    (unit(wanted) * direction[rest]).sum().backward()
+    (unit(features.requires_grad_()) * direction).sum().backward()
     assert features.grad is not None
     assert wanted.grad is not None
     assert (features.grad[3] == 0).all()

@@ -47,7 +47,7 @@ def make(name: str, **options: object) -> Any:
 def on_a_line(labels: list[int]) -> Any:
     """Unit vectors at 0, 1, 2, ... degrees: the nearest to each is known by hand."""
     angle = torch.arange(len(labels)) * math.pi / 180
-    head = KnnHead(2, 2, vote="uniform", k_train=1, contrastive_weight=0.0)
+    head = KnnHead(2, 2, vote="uniform", k_train=1, contrastive_weight=0.0, standardize=False)
     bank = Bank(2)
     bank.add(torch.stack([angle.cos(), angle.sin()], 1), torch.tensor(labels))
     head.refresh(bank)
@@ -194,7 +194,7 @@ def test_confidence_is_not_trained() -> None:
     head = make("linear+attn-knn")
     frozen = {name for name, p in head.named_parameters() if not p.requires_grad}
     temperatures = {f"predictor{part}.log_temperature" for part in ("", ".linear", ".vote")}
-    assert frozen == temperatures | {"predictor.vote.log_vote_temperature", "predictor.share_logit"}
+    assert frozen == temperatures | {"predictor.vote.log_vote_temperature", "predictor.share_logit", "predictor.linear.class_bias"}
 
 
 def test_not_a_number_is_the_loops_business() -> None:

@@ -361,4 +361,5 @@ def test_averaged_views_are_the_mean_of_the_probabilities_of_each(head: str, tmp
             scores = results["predictors"]["scores"][name][f"{kind}_tta"]
             assert scores["nll"] == pytest.approx(-mean[torch.arange(len(mean)), target].log().mean().item(), rel=1e-4)
             assert scores["brier"] == pytest.approx((mean - torch.eye(3)[target]).square().sum(1).mean().item(), rel=1e-4)
-    assert results["test"] == results["predictors"]["scores"][predictors.own]["calibrated_tta"]
+    of_own = results["predictors"]["scores"][predictors.own]
+    assert (results["test"], results["test_calibrated"]) == (of_own["raw_tta"], of_own["calibrated_tta"])

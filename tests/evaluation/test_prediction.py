@@ -31,7 +31,7 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     folder, seen = tmp_path_factory.mktemp("runs") / "run", []
     evaluate = Evaluator.evaluate
 
-    def watched(self: Evaluator) -> dict[str, Any]:
+    def watched(self: Evaluator) -> Any:
         seen.append(self)
         return evaluate(self)
 

@@ -171,7 +171,8 @@ def test_an_interpolation(runs: Path) -> None:
     assert list(record["query"]["votes"]) == ["distance", "uniform", "linear", "prediction"]
     with torch.no_grad():
         rows = features(loaded, "test")
-        linear = (loaded.model.head.linear(rows) / interpolation.linear.log_temperature.exp()).softmax(1)  # type: ignore[operator]
+        logits = loaded.model.head.linear(rows) / interpolation.linear.log_temperature.exp()  # type: ignore[operator]
+        linear = (logits + interpolation.linear.class_bias).softmax(1)
         assert interpolation.vote.prior is not None
         prior = interpolation.vote.prior(tempered(interpolation.vote, found[4]), found[2].float(), class_cosines=class_cosines(loaded))
         knn = (prior.log() / interpolation.vote.log_temperature.exp()).softmax(1)
@@ -184,16 +185,17 @@ def test_an_interpolation(runs: Path) -> None:
 
 
 def test_a_plain_head_and_the_votes_over_its_features(runs: Path) -> None:
-    """The model's own output at its calibrated temperature, and neighbors among normalized features."""
+    """The model's own output at its calibrated temperature and class biases, and neighbors among normalized features."""
     loaded, evaluator = known(runs / "linear")
     record = explained(runs / "linear", "--image", "2", name="2")
     predictor: Any = evaluator.predictors.calibrated["attention"].eval()
-    temperature = evaluator.predictors.of("linear", calibrated=True).log_temperature.exp()
+    linear: Any = evaluator.predictors.of("linear", calibrated=True)
+    temperature = linear.log_temperature.exp()
     assert temperature != 1
     found = brute_force(predictor, loaded, lambda rows: torch.nn.functional.normalize(rows, dim=1), 16)
     check_neighbors(record["query"], 2, loaded, found)
     with torch.no_grad():
-        probs = (loaded.model.head(features(loaded, "test")) / temperature).softmax(1)
+        probs = (loaded.model.head(features(loaded, "test")) / temperature + linear.class_bias).softmax(1)
     check_mistakes(record, loaded, probs, 4)
     assert record["calibrated"] is True
     assert "have no part in it" in record["notes"][1]

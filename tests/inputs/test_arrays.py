@@ -57,7 +57,8 @@ def test_npz_labels_of_any_kind_become_class_numbers(tmp_path):
 
 def test_npz_with_its_own_validation_set(tmp_path):
     x, y = pixels(31, 4, 4), np.arange(31) % 3
-    data = load(npz(tmp_path, x_train=x, y_train=y, x_test=x[:5], y_test=y[:5], x_val=x[5:12], y_val=y[5:12]), val_fraction=0.5)
+    file = npz(tmp_path, x_train=x, y_train=y, x_test=x[:5], y_test=y[:5], x_val=x[5:12], y_val=y[5:12])
+    data = load(file, val_fraction=0.5, keep_duplicates=True)
     assert data.val is not None
     assert (len(data.train), len(data.val), len(data.test)) == (31, 7, 5)  # nothing comes out of the training set
     assert np.array_equal(data.val.x[:, 0], x[5:12])

@@ -20,7 +20,7 @@ def test_a_flat_folder_gives_a_fifth_for_the_test(tmp_path):
     (tmp_path / "dog" / "notes.txt").write_text("not an image")
     (tmp_path / "empty").mkdir()
     photo(tmp_path / "lost.png")
-    data = load(f"folder:{tmp_path}", val_fraction=0.25)
+    data = load(f"folder:{tmp_path}", val_fraction=0.25, keep_duplicates=True)
     assert (data.kind, data.shape, data.classes) == ("files", (3, 224, 224), ("cat", "dog"))
     assert data.val is not None
     assert [np.bincount(s.y).tolist() for s in (data.train, data.val, data.test)] == [[6, 7], [2, 2], [2, 2]]
@@ -42,7 +42,7 @@ def test_a_folder_with_parts(parts, sizes, tmp_path):
     for part in parts:
         for number in range({"train": 5, "val": 3, "test": 4}[part]):
             photo(tmp_path / part / "ab"[number % 2] / f"{number}.png")
-    data = load(f"folder:{tmp_path}", val_fraction=0.4)
+    data = load(f"folder:{tmp_path}", val_fraction=0.4, keep_duplicates=True)
     assert data.val is not None
     assert (len(data.train), len(data.val), len(data.test)) == sizes
     assert data.classes == ("a", "b")

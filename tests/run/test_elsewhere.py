@@ -64,21 +64,23 @@ def test_every_column_is_one_measure(finished: Path, tmp_path: Path) -> None:
     results = evaluated(finished, tmp_path, tta=3)
     own = results["predictors"]["scores"]["interpolation"]
     assert results["test_variants"] == own
-    assert results["test"] == own["calibrated_tta"]
+    assert (results["test"], results["test_calibrated"]) == (own["raw_tta"], own["calibrated_tta"])
     lines = table(results, tmp_path).splitlines()
-    assert lines[0].split("  ")[-1] == "calibrated, TTA"
+    assert lines[0].split("  ")[-1] == "test calibrated, TTA"
     shown = next(line for line in lines if line.startswith("NLL")).split()[1:]
-    assert shown == [f"{x['nll']:.4f}" for x in (results["val"], own["raw"], own["calibrated"], own["raw_tta"], own["calibrated_tta"])]
+    of_columns = (results["val"], results["val_calibrated"], *(own[v] for v in ("raw", "calibrated", "raw_tta", "calibrated_tta")))
+    assert shown == [f"{x['nll']:.4f}" for x in of_columns]
     once = evaluated(finished, tmp_path)
-    assert once["test"] == own["calibrated"]
-    assert table(once, tmp_path).splitlines()[0].split()[2:] == ["val", "test", "calibrated"]
+    assert (once["test"], once["test_calibrated"]) == (own["raw"], own["calibrated"])
+    assert table(once, tmp_path).splitlines()[0].split()[2:] == ["val", "val", "calibrated", "test", "test", "calibrated"]
 
 
-def test_without_calibration_the_linear_head_has_one_column_and_its_views(tmp_path: Path) -> None:
-    results = run({**TINY, "num_epochs": 1, "tta": 2, "output_dir": str(tmp_path / "run")}, Action())
+def test_without_calibration_there_is_one_column_and_its_views(tmp_path: Path) -> None:
+    results = run({**TINY, "num_epochs": 1, "tta": 2, "calibrate": "none", "output_dir": str(tmp_path / "run")}, Action())
     assert list(results["test_variants"]) == ["raw", "raw_tta"]
     assert results["test"] == results["test_variants"]["raw_tta"]
-    assert set(results["predictors"]["scores"]["linear"]) == {"raw", "calibrated", "raw_tta", "calibrated_tta"}
+    assert not {"test_calibrated", "val_calibrated"} & set(results)
+    assert set(results["predictors"]["scores"]["linear"]) == {"raw", "raw_tta"}
 
 
 def test_the_table_says_what_must_be_known_to_read_it(finished: Path, tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_all_predictors_side_by_side(finished: tuple[Path, dict[str, Any]], caps
     predictors = results["predictors"]["scores"]
     assert list(predictors) == ["linear", "uniform", "distance", "attention", "interpolation"]
     assert all(set(scores) >= {"raw", "calibrated"} for scores in predictors.values())
-    assert results["test"] == predictors["interpolation"]["calibrated"]
+    assert results["test_calibrated"] == predictors["interpolation"]["calibrated"]
     assert results["test_variants"] == predictors["interpolation"]
     assert 0 <= predictors["uniform"]["train_leave_one_out"] <= 1
     assert sum(map(sum, results["confusion"])) == 31
@@ -170,10 +170,12 @@ def test_other_evaluations_of_a_checkpoint(
     results = run({**given, "output_dir": str(tmp_path)}, Action(test_only=True, checkpoint=str(folder)))
     predictors = results["predictors"]["scores"]
     if "k_eval" in given:
-        assert results["predictors"]["k"] == 3
-        by_k = results["predictors"]["by_k"]["uniform"]
-        assert list(by_k) == [3, 5, 7]
-        assert by_k[3]["accuracy"] == predictors["uniform"]["raw"]["accuracy"]
+        k = results["predictors"]["k"]
+        assert k == (5 if head != "linear" else 16)  # that of training: several are a table beside it
+        by_k = results["predictors"]["by_k"]
+        assert {variant: list(of["uniform"]) for variant, of in by_k.items()} == {"raw": [3, 5, 7], "calibrated": [3, 5, 7]}
+        if k in by_k["raw"]["uniform"]:
+            assert by_k["raw"]["uniform"][k]["accuracy"] == predictors["uniform"]["raw"]["accuracy"]
     if "tta" in given:
         assert set(predictors["uniform"]) >= {"raw", "raw_tta", "calibrated", "calibrated_tta"}
         assert predictors["uniform"]["raw"]["nll"] != predictors["uniform"]["raw_tta"]["nll"]

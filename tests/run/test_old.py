@@ -77,8 +77,16 @@ def results_of(name: str) -> dict[str, Any]:
     return found
 
 
+# A confidence within rounding of a bin's edge counts to the bin below since then.
+BINNED = {"ece", "ece_equal_mass", "ece_classwise"}
+# The result of a head over neighbors was the calibrated one.
+RESULT = {"interpolation": "test_calibrated", "linear": "test"}
+
+
 def assert_close(found: dict[str, float], wanted: dict[str, float]) -> None:
-    assert found == pytest.approx(wanted, rel=0, abs=1e-6)
+    assert set(found) == set(wanted)
+    for name, value in wanted.items():
+        assert found[name] == pytest.approx(value, rel=0, abs=5e-3 if name in BINNED else 1e-6), name
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -86,9 +94,9 @@ def test_an_old_run_gives_its_numbers(name: str) -> None:
     wanted = results_of(name)
     loaded = load(str(OLD / name), {})
     assert loaded.has_run_rows
-    found = prepare_loaded(loaded).evaluate()
-    assert_close(found["test"], wanted["test"])
-    assert list(found["test_variants"]) == list(wanted["test_variants"])
+    found, _ = prepare_loaded(loaded).evaluate()
+    assert_close(found[RESULT[name]], wanted["test"])
+    assert set(found["test_variants"]) >= set(wanted["test_variants"])
     assert found["confusion"] == wanted["confusion"]
     new_name = {"mixture": "interpolation"}
     old = {new_name.get(voter, voter): scores for voter, scores in wanted["votes"]["voters"].items()}
@@ -111,7 +119,7 @@ def test_an_old_run_is_tested_from_the_command_line(name: str, tmp_path: Path, c
     assert main(["--test_only", "--checkpoint", str(OLD / name), "--output_dir", str(tmp_path)]) == 0
     wanted = results_of(name)
     found = json.loads((tmp_path / "results.json").read_text())
-    assert_close(found["test"], wanted["test"])
+    assert_close(found[RESULT[name]], wanted["test"])
     assert_close(found["val"], wanted["val"])
     assert f"{wanted['test']['nll']:.4f}" in capsys.readouterr().out
 
@@ -134,12 +142,15 @@ def test_a_classifier_of_an_old_run_predicts_what_was_scored(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_old_configuration_means_what_it_meant(name: str) -> None:
-    given = read_yaml(str(OLD / name / "config.yaml"))
+    # What runs did before these options existed.
+    then = {"standardize": False, "dropout_ramp": False, "split_seed": 0, "keep_duplicates": True}
+    given = {**read_yaml(str(OLD / name / "config.yaml")), **then}
     data = load_data(given)
     config = complete(given, data)
     saved = load(str(OLD / name), {}).config
     assert {**config.flat(), "output_dir": None} == {**saved.flat(), "output_dir": None}
-    assert data.summary == results_of(name)["data"]
+    wanted = results_of(name)["data"]
+    assert {part: data.summary[part] for part in wanted} == wanted
 
 
 def test_an_old_run_goes_on_as_it_would_have(tmp_path: Path) -> None:

@@ -182,7 +182,8 @@ def test_results_and_run_directory(tmp_path: Path) -> None:
     counts = results["data"]["class_counts"]
     assert sum(counts) == results["data"]["train"] < 97
     names = {p.name for p in out.iterdir()}
-    files = {"config.yaml", "args.txt", "model.txt", "metrics.jsonl", "train_eval_results.txt", "results.json", "checkpoints", "curves.png"}
+    files = {"config.yaml", "args.txt", "model.txt", "metrics.jsonl", "train_eval_results.txt", "curves.png", "predictions.safetensors"}
+    files |= {"results.json", "checkpoints"}
     assert names == files
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in lines] == [1, 2]

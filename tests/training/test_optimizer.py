@@ -87,7 +87,7 @@ def test_without_rates_of_their_own_all_parts_learn_at_lr() -> None:
 def test_what_only_calibration_fits_is_in_no_group() -> None:
     found = rates_of_each(made("linear+attn-knn"))
     held = {name for name in dict(made("linear+attn-knn").named_parameters()) if name not in found}
-    assert {name.rpartition(".")[2] for name in held} == {"log_temperature", "log_vote_temperature", "share_logit"}
+    assert {name.rpartition(".")[2] for name in held} == {"log_temperature", "log_vote_temperature", "share_logit", "class_bias"}
     assert not any(name.endswith("prior.share_logit") for name in held)  # the prior learns, the share of the interpolation does not
 
 

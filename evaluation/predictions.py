@@ -1,0 +1,55 @@
+"""Predictions that are kept: what every mean over test rows can be computed from again, and what runs are compared by."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save as tensors_to_bytes
+from torch import Tensor
+
+from inputs.store import write_atomically
+from utils import BadOption
+
+FILE = "predictions.safetensors"
+MOST_NUMBERS = 20_000_000  # rows x classes; beyond, the largest are kept, in half precision
+LARGEST = 10
+
+
+def keep(
+    folder: Path, variants: dict[str, dict[str, Tensor]], target: Tensor, *, own: str, test_rows: str, most: int = MOST_NUMBERS
+) -> None:
+    """Log-probabilities of every predictor, `NAME.raw` and `NAME.calibrated` (rows, classes), with row numbers and labels.
+
+    `own` names the head's predictor, `test_rows` is the hash of the test rows. Of more numbers than `most`: `NAME.raw.largest` with
+    `NAME.raw.classes`, the label's own `NAME.raw.label`, and `NAME.raw.entropy`.
+    """
+    tensors = {"row": torch.arange(len(target)), "label": target.cpu()}
+    for variant, of_name in variants.items():
+        for name, log_probs in of_name.items():
+            few = log_probs.numel() <= most
+            parts = {"": log_probs.float().cpu()} if few else shortest(log_probs.cpu(), target.cpu())
+            tensors |= {f"{name}.{variant}{part}": value.contiguous() for part, value in parts.items()}
+    metadata = {"own": own, "test_rows": test_rows, "predictors": json.dumps(list(next(iter(variants.values()))))}
+    write_atomically(folder / FILE, tensors_to_bytes(tensors, metadata))
+
+
+def shortest(log_probs: Tensor, target: Tensor) -> dict[str, Tensor]:
+    """What most metrics need of each row."""
+    values, classes = log_probs.topk(min(LARGEST, log_probs.shape[1]), dim=1)
+    entropy = torch.special.entr(log_probs.double().exp()).sum(1)
+    own = log_probs.gather(1, target[:, None])[:, 0]
+    return {".largest": values.half(), ".classes": classes.int(), ".label": own.half(), ".entropy": entropy.half()}
+
+
+def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and metadata of a run's predictions."""
+    path = folder / FILE
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata())  # noqa: SIM118
+    except Exception as error:  # absent, or damaged in one of the ways that safetensors knows
+        raise BadOption("run", f"must hold {FILE} that can be read ({type(error).__name__})", str(folder)) from None

@@ -1,0 +1,207 @@
+"""What the numbers of a run mean: the same for every head, kept, and recomputed from what is kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+
+from classifiers import HEADS, LinearHead
+from classifiers.metrics import detailed_metrics, standard_metrics
+from config import Action
+from evaluation.predictions import keep, read
+from run.load import load
+from run.parts import load_data, loader
+from run.run import run
+from tests.run.test_run import TINY
+from utils import BadOption
+
+pytestmark = pytest.mark.usefixtures("without_a_stopwatch")
+SMALL: dict[str, Any] = {**TINY, "num_epochs": 1, "embed_dim": 8, "k_train": 5}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {}
+    for head in ("linear", "linear+attn-knn"):
+        made[head] = tmp_path_factory.mktemp("runs") / head
+        run({**SMALL, "head": head, "output_dir": str(made[head])}, Action())
+    return made
+
+
+def results_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "results.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("head", ["linear", "linear+attn-knn"])
+def test_test_is_as_trained_and_test_calibrated_is_calibrated_for_every_head(runs: dict[str, Path], head: str) -> None:
+    results = results_of(runs[head])
+    own = "linear" if head == "linear" else "interpolation"
+    assert results["test"] == results["predictors"]["scores"][own]["raw"]
+    assert results["test_calibrated"] == results["predictors"]["scores"][own]["calibrated"]
+    assert results["val_calibrated"]["nll"] <= results["val"]["nll"]
+    assert results["test"] != results["test_calibrated"]
+
+
+@pytest.mark.parametrize("head", ["linear", "linear+attn-knn"])
+def test_every_mean_over_rows_comes_again_from_the_predictions(runs: dict[str, Path], head: str) -> None:
+    tensors, metadata = read(runs[head])
+    results, data = results_of(runs[head]), load_data(SMALL)
+    assert tensors["row"].tolist() == list(range(len(data.test)))
+    assert tensors["label"].tolist() == data.test.y.tolist()
+    assert metadata["test_rows"] == results["data"]["test_sha256"] == data.summary["test_sha256"]
+    assert metadata["own"] in json.loads(metadata["predictors"])
+    for name, of_variant in results["predictors"]["scores"].items():
+        for variant in ("raw", "calibrated"):
+            log_probs = tensors[f"{name}.{variant}"]
+            again = standard_metrics(log_probs, tensors["label"]) | detailed_metrics(log_probs, tensors["label"])
+            assert again == pytest.approx(of_variant[variant], abs=1e-6)
+
+
+def test_of_many_numbers_the_largest_are_kept(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    log_probs, target = torch.randn(7, 13).log_softmax(1), torch.arange(7)
+    keep(tmp_path, {"raw": {"linear": log_probs}}, target, own="linear", test_rows="x", most=90)
+    tensors, _ = read(tmp_path)
+    assert set(tensors) == {"row", "label", *(f"linear.raw.{part}" for part in ("largest", "classes", "label", "entropy"))}
+    assert tensors["linear.raw.classes"].tolist() == log_probs.argsort(1, descending=True)[:, :10].tolist()
+    torch.testing.assert_close(tensors["linear.raw.label"].float(), log_probs[range(7), range(7)], atol=3e-3, rtol=0)
+    entropy = -(log_probs.exp() * log_probs).sum(1)
+    torch.testing.assert_close(tensors["linear.raw.entropy"].float(), entropy, atol=3e-3, rtol=0)
+
+
+def test_the_seed_does_not_draw_the_rows() -> None:
+    first, second = (load_data({**SMALL, "seed": seed}) for seed in (0, 1))
+    other = load_data({**SMALL, "split_seed": 1})
+    assert first.summary == second.summary
+    assert other.summary["sha256"] != first.summary["sha256"]
+    assert other.summary["test_sha256"] == first.summary["test_sha256"]
+
+
+def test_label_noise_reaches_validation_rows_only_if_asked() -> None:
+    clean, noisy = (load_data({**SMALL, "label_noise": "0.3", "noisy_val": value}) for value in (False, True))
+    plain = load_data(SMALL)
+    assert clean.val is not None
+    assert noisy.val is not None
+    assert plain.val is not None
+    assert np.array_equal(clean.val.y, plain.val.y)
+    assert (noisy.val.y != plain.val.y).sum() == round(0.3 * len(plain.val))
+    assert np.array_equal(noisy.train.y, clean.train.y)
+
+
+def test_noise_in_a_test_reaches_test_rows_only(runs: dict[str, Path], tmp_path: Path) -> None:
+    """Confidence stays as the run fitted it, and the validation rows as they were."""
+    folder = runs["linear+attn-knn"]
+    run({"noise": 0.2, "output_dir": str(tmp_path / "noisy")}, Action(test_only=True, checkpoint=str(folder)))
+    before, noisy = results_of(folder), results_of(tmp_path / "noisy")
+    assert noisy["val"] == pytest.approx(before["val"])
+    assert noisy["val_calibrated"] == pytest.approx(before["val_calibrated"])
+    assert noisy["test"]["nll"] != before["test"]["nll"]
+    run({"noise": 0.2, "recalibrate": True, "output_dir": str(tmp_path / "anew")}, Action(test_only=True, checkpoint=str(folder)))
+    anew = results_of(tmp_path / "anew")
+    assert anew["test"] == pytest.approx(noisy["test"])
+    assert anew["val"]["nll"] != before["val"]["nll"]
+    assert anew["test_calibrated"]["nll"] != noisy["test_calibrated"]["nll"]
+
+
+def test_several_k_are_a_sweep_beside_the_result(runs: dict[str, Path], tmp_path: Path) -> None:
+    folder = runs["linear+attn-knn"]
+    run({"k_eval": "1,3,7", "output_dir": str(tmp_path / "sweep")}, Action(test_only=True, checkpoint=str(folder)))
+    before, sweep = results_of(folder), results_of(tmp_path / "sweep")
+    assert sweep["test"] == pytest.approx(before["test"])
+    assert sweep["test_calibrated"] == pytest.approx(before["test_calibrated"])
+    assert sweep["predictors"]["k"] == 5
+    by_k = sweep["predictors"]["by_k"]
+    assert set(by_k) == {"raw", "calibrated"}
+    assert set(by_k["raw"]["attention"]) == {"1", "3", "7"}
+    run({"k_eval": "3", "output_dir": str(tmp_path / "single")}, Action(test_only=True, checkpoint=str(folder)))
+    assert results_of(tmp_path / "single")["predictors"]["k"] == 3
+
+
+def test_warnings_are_kept_and_shown(runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = str(runs["linear"] / "checkpoints" / "best")
+    given = {**SMALL, "head": "linear", "split_seed": 3, "pretrained": weights, "freeze_backbone": True}
+    run({**given, "output_dir": str(tmp_path / "run")}, Action())
+    results = results_of(tmp_path / "run")
+    assert any("--split_seed 0 gives its split" in warning for warning in results["warnings"])
+    out = capsys.readouterr()
+    assert "warning: pretrained: that run split the rows otherwise" in out.err
+    assert "to be known before these numbers are trusted:" in out.out
+    assert results_of(runs["linear"])["warnings"] == []
+
+
+class Logits(LinearHead):
+    """Gives logits where log-probabilities are wanted."""
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.fc(features) + 3
+
+
+HEADS.register("logits")(Logits)
+
+
+def test_what_does_not_sum_to_one_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(BadOption, match=r"^head must give log-probabilities: those of Logits.forward sum to \S+ after exp, not to 1$"):
+        run({**TINY, "head": "logits", "output_dir": str(tmp_path / "run")}, Action())
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_loaded_run_predicts_calibrated_probabilities(runs: dict[str, Path]) -> None:
+    loaded = load(str(runs["linear"]), {})
+    tensors, _ = read(runs["linear"])
+    rows = loader(loaded.config, loaded.data, "test", loaded.device)
+    assert rows is not None
+    probabilities = torch.cat([loaded.model.predict(batch.x) for batch in rows.epoch()])
+    torch.testing.assert_close(probabilities, tensors["linear.calibrated"].exp(), atol=1e-5, rtol=1e-4)
+
+
+# ---------------------------------------------------------------- rows that are not new
+
+
+def twice(folder: Path) -> str:
+    """Every training row stored twice, with random labels; 30 of the 90 test rows are training rows."""
+    x, y = load_digits().images[:290].astype(np.uint8) * 15, np.random.default_rng(0).integers(0, 3, 290)
+    file = folder / "twice.npz"
+    x_test, y_test = np.concatenate([x[200:], x[:30]])[-90:], np.concatenate([y[200:], y[:30]])[-90:]
+    np.savez(file, x_train=np.concatenate([x[:200]] * 2), y_train=np.concatenate([y[:200]] * 2), x_test=x_test, y_test=y_test)
+    return f"npz:{file}"
+
+
+def test_copies_are_said_and_make_nothing_look_easy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A vote over the pixels of rows that are there twice: only with --keep_duplicates does each row find itself."""
+    given = {"dataset": twice(tmp_path), "model": "vit", "head": "knn", "freeze_backbone": True, "val_fraction": 0.2, "k_train": 1}
+    given |= {"num_layers": 1, "num_heads": 1, "d_hidden": 16, "d_mlp": 8, "patch_size": 4, "resize": 0, "contrastive_weight": 0.0}
+    found = run({**given, "output_dir": str(tmp_path / "a")}, Action())
+    kept = run({**given, "keep_duplicates": True, "output_dir": str(tmp_path / "b")}, Action())
+    counts = found["data"]["duplicates"]
+    assert counts["test_in_train"] + counts["test_in_val"] == 30
+    assert counts["train"] > 100
+    assert found["data"]["val"] + counts["val_in_train"] == kept["data"]["val"] == 80
+    for results in (found, kept):
+        assert sum("duplicates:" in warning for warning in results["warnings"]) >= 3
+    left_out = [results["predictors"]["scores"]["uniform"]["train_leave_one_out"] for results in (found, kept)]
+    assert left_out[0] < 0.5  # of three classes
+    assert left_out[1] > 0.8  # most rows find their copy, and it has their class
+
+
+def test_validation_rows_that_a_backbone_was_trained_on_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Random labels: only who was trained on a row can know its class."""
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 256, (400, 8, 8), np.uint8), rng.integers(0, 2, 400)
+    everything, split = tmp_path / "all.npz", tmp_path / "split.npz"
+    np.savez(everything, x_train=x[:300], y_train=y[:300], x_test=x[300:], y_test=y[300:])
+    np.savez(split, x_train=x[:200], y_train=y[:200], x_val=x[200:300], y_val=y[200:300], x_test=x[300:], y_test=y[300:])
+    small = {"num_layers": 1, "num_heads": 2, "d_hidden": 64, "d_mlp": 64, "patch_size": 8, "calibrate": "none", "baselines": False}
+    seen = {**small, "dataset": f"npz:{everything}", "val_fraction": 0.0, "num_epochs": 60, "lr": 3e-3, "batch_size": 32}
+    run({**seen, "output_dir": str(tmp_path / "seen")}, Action())
+    later = {**small, "dataset": f"npz:{split}", "num_epochs": 1, "freeze_backbone": True, "pretrained": str(tmp_path / "seen")}
+    results = run({**later, "output_dir": str(tmp_path / "later")}, Action())
+    assert results["val"]["accuracy"] > results["test"]["accuracy"] + 0.2
+    (warning,) = [w for w in results["warnings"] if "validation rows are easier" in w]
+    assert "than test rows" in warning

@@ -17,7 +17,7 @@ from config import Config
 from evaluation.baselines import calibrated_form, own_name
 from inputs.rows import Data
 from run.parts import build_model, choose_device, load_data, loader
-from run.plugin import load_plugin
+from run.plugin import load_plugin_of
 from run.saved import check_same, run_of, saved_config
 from training import checkpoint
 from training.bank import build_bank
@@ -59,7 +59,7 @@ def load(path: str, given: Mapping[str, Any]) -> Loaded:
     """The evaluated model of a run, a checkpoint folder or a file in it; `given` changes only what may change in a test."""
     source = checkpoint.find(path)
     tensors, facts = checkpoint.load(source, "model", "ema", "bank", "baseline_bank", "predictors")
-    load_plugin(given.get("plugin") or facts["config"].get("plugin"))  # its head may be the run's
+    load_plugin_of(facts, given.get("plugin"))  # its head may be the run's
     config = saved_config(facts, given, flags.free_in_test(facts["config"], given), "checkpoint")
     if "predictors" in tensors and "baselines" not in given and not HEADS[config.head.head].wants_bank:
         config = config.but(baselines="baseline_bank" in tensors)

@@ -21,6 +21,7 @@ from inputs.batches import AnyBatches, Batches, Sets
 from inputs.features import Features, Reading, digest_of
 from inputs.rows import Batch, Data, Split
 from run.checks import rows_in_bank
+from run.plugin import digest_of as digest_of_plugin
 from run.provenance import versions
 from utils import WARNINGS, BadOption, options_of, say, seed_everything, warn, whole_numbers
 
@@ -113,6 +114,7 @@ def build_model(config: Config, data: Data, device: torch.device, *, trained: bo
         "data": data.summary,
         "versions": versions(),
         "threads": torch.get_num_threads(),
+        **({"plugin_sha256": digest_of_plugin(config.system.plugin)} if config.system.plugin else {}),
         "warnings": list(WARNINGS),
     }
     return Classifier(backbone, head, data.num_classes, facts, use_amp=config.system.use_amp).to(device)

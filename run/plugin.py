@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from utils import BadOption
+from utils import BadOption, warn
 
 PREFIX = "plugin_"  # of the names under which users' files are imported
 
@@ -39,6 +41,29 @@ def load_plugin(path: str | None) -> None:
         in_file = (f.tb_lineno for f in _frames(error) if f.tb_frame.f_code.co_filename == str(file))
         line = getattr(error, "lineno", None) or next(in_file, 0)
         raise BadOption("plugin", f"could not be imported ({type(error).__name__}: {error}, line {line})", path) from None
+
+
+def load_plugin_of(facts: Mapping[str, Any], typed: str | None) -> None:
+    """The plugin that a saved run needs: imported only where it was typed in this command.
+
+    NOTE: what a checkpoint names is a stranger's wish, and its digests find damage, not malice.
+    """
+    wanted, digest = facts["config"].get("plugin"), facts.get("plugin_sha256")
+    if not typed:
+        if wanted:
+            known = f", SHA-256 {digest[:16]}..." if digest else ""
+            rule = f"must be typed: the run needs {Path(wanted).name}{known}, and no code runs because a checkpoint names it"
+            raise BadOption("plugin", rule)
+        return
+    load_plugin(typed)
+    if digest and digest_of(typed) != digest:
+        warn(
+            f"plugin: {Path(typed).name} (SHA-256 {digest_of(typed)[:16]}...) is not the file that the run was made with ({digest[:16]}...)"
+        )
+
+
+def digest_of(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def plugin_frame(error: BaseException) -> str:

@@ -27,7 +27,7 @@ from run.complete import complete
 from run.directory import RESULTS, check_output, check_writable, locked, new_folder
 from run.load import load
 from run.parts import build_model, choose_device, dry_run, foreign_rows, load_data, loader, loaders, with_published_normalization
-from run.plugin import load_plugin
+from run.plugin import load_plugin, load_plugin_of
 from run.prepare import calibration_mode, groups_of, prepare, prepare_loaded
 from run.provenance import git_state, versions
 from run.saved import saved_config, with_absolute_paths
@@ -40,7 +40,10 @@ from utils import WARNINGS, BadOption, Diverged, Halt, Stopped, keep_memory, say
 def run(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
     """What `python main.py` does: test, resume, or begin. `given` holds what was asked for; the rest follows from the data set."""
     if action.config:
-        given = {**flags.read_yaml(action.config), **given}
+        in_file = flags.read_yaml(action.config)
+        if in_file.get("plugin") and not given.get("plugin"):
+            raise BadOption("plugin", f"must be typed: {action.config} names {in_file['plugin']}, and no code runs because a file names it")
+        given = {**in_file, **given}
     WARNINGS.clear()
     flags.check(given)
     flags.check({k: v for k, v in vars(action).items() if v is not None}, flags.Action)
@@ -107,7 +110,7 @@ def resume(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
         tensors, facts = checkpoint.load(last)  # all of it: what is damaged is found before anything is done
     except BadOption as error:
         raise BadOption("resume", error.rule, error.value) from None
-    load_plugin(given.get("plugin") or facts["config"].get("plugin"))  # its head may be the run's
+    load_plugin_of(facts, given.get("plugin"))  # its head may be the run's
     config = saved_config(facts, given, flags.FREE_IN_RESUME, "resume")
     check_tracker(config.output.tracker)
     done, then = facts["epoch"], facts["config"]
@@ -179,7 +182,8 @@ def finish(parts: Parts, folder: Path, action: flags.Action, start: int = 0) -> 
     tracker = TRACKERS[config.output.tracker](folder, config.flat())
     log = Log(folder, tracker, epochs=epochs, batches=len(sets.train), start=start)
     until = min(epochs, action.stop_after or epochs)
-    again = f"resume with: python main.py --resume {shlex.quote(str(folder))}"
+    typed = f" --plugin {shlex.quote(config.system.plugin)}" if config.system.plugin else ""
+    again = f"resume with: python main.py --resume {shlex.quote(str(folder))}{typed}"
     try:
         place = train(config, model, sets.train, sets.val, log=log, folder=folder, until=until, resume=action.resume is not None)
     except Stopped as stop:

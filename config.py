@@ -157,7 +157,7 @@ class TrainingOptions:
     ema_decay: float = preset(
         "average the weights over steps and evaluate the average; 0 is off", rule=fraction()
     )
-    dropout_ramp: bool = later("dropout grows from 0 to its value over the epochs (default: for heads over neighbors)")
+    dropout_ramp: bool = later("dropout grows over the epochs, from 0 (default: for heads over neighbors)")
     select: str = flag(
         "accuracy",
         "the epoch that counts: by validation accuracy (within one standard error, the lower nll), by nll, or the last",

@@ -62,7 +62,7 @@ class Evaluator:
         of_own = {v: scores(variants[v][self.predictors.own], target) for v in variants}
         views_of = "_tta" if len(views) > 1 else ""
         answer = [v for v in (f"raw{views_of}", f"calibrated{views_of}") if v in variants]
-        predicted = variants[answer[-1]][self.predictors.own].argmax(1)
+        predicted = variants[answer[0]][self.predictors.own].argmax(1)
         found: dict[str, Any] = {
             **dict(zip(("test", "test_calibrated"), (of_own[v] for v in answer), strict=False)),
             "test_variants": of_own,

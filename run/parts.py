@@ -50,15 +50,16 @@ def load_data(values: Mapping[str, Any], fitted: dict[str, Any] | None = None) -
 def with_published_normalization(config: Config, data: Data) -> Data:
     """Pretrained weights want the mean and standard deviation they were trained with: a run's own, or those that timm names."""
     pretrained = config.model.pretrained
-    if not pretrained or len(data.shape) != 3:
+    if not pretrained:
         return data
     folder = Path(pretrained).parent
     fitted: dict[str, Any] = {}
     if pretrained != "hub" and (folder / store.INDEX).exists():
         facts = store.load(folder, "none")[1]
         warn_of_seen_rows(config, facts["config"])
-        fitted = facts["fitted"] if len(facts["shape"]) == 3 and facts["shape"][0] == data.shape[0] else {}
-    elif config.model.model.startswith("timm/") and data.shape[0] == 3:
+        images = len(facts["shape"]) == len(data.shape) == 3
+        fitted = facts["fitted"] if images and facts["shape"][0] == data.shape[0] else {}
+    elif config.model.model.startswith("timm/") and data.shape[0] == 3 and len(data.shape) == 3:
         from models.backbones import normalization
 
         fitted = normalization(config.model.model)

@@ -33,6 +33,7 @@ from run.provenance import git_state, versions
 from run.saved import saved_config, with_absolute_paths
 from train_eval import evaluate, train
 from training import checkpoint
+from training.bank import collapse, spread_of
 from training.progress import TRACKERS, Log, check_tracker
 from utils import WARNINGS, BadOption, Diverged, Halt, Stopped, keep_memory, say, warn
 
@@ -200,7 +201,10 @@ def finish(parts: Parts, folder: Path, action: flags.Action, start: int = 0) -> 
     tensors, facts = checkpoint.load(best, "model", "bank")
     model.load_state_dict(tensors["model"])
     if "bank" in tensors:
-        model.head.refresh(Bank.unpack(tensors["bank"], facts["bank"]))
+        bank = Bank.unpack(tensors["bank"], facts["bank"])
+        model.head.refresh(bank)
+        if line := collapse(spread_of(bank)):
+            warn(line)
     try:
         evaluator = prepare(config, model, sets, mode=calibration_mode(config, data), foreign=parts.foreign)
         groups, fitted = groups_of(evaluator)
@@ -215,9 +219,7 @@ def finish(parts: Parts, folder: Path, action: flags.Action, start: int = 0) -> 
     return results
 
 
-def measure(
-    evaluator: Evaluator, parts: Parts, where: Path, *, epoch: int, seconds: float, val: dict[str, float] | None
-) -> dict[str, Any]:
+def measure(evaluator: Evaluator, parts: Parts, where: Path, *, epoch: int, seconds: float, val: dict[str, float] | None) -> dict[str, Any]:
     """What results.json holds; predictions are kept in `where`."""
     found, variants = evaluator.evaluate()
     where.mkdir(parents=True, exist_ok=True)

@@ -84,7 +84,7 @@ class Schedule:
 
 
 class DropoutRamp:
-    """Dropout of the backbone grows from 0 to its value over the epochs (arXiv 1703.06229).
+    """Dropout of the backbone grows over the epochs, from 0 to 7/8 of its value (arXiv 1703.06229).
 
     NOTE: the bank is embedded without dropout. In the first epochs dropout moves a query farther than its class does: its nearest rows
     are any rows, and the loss of a vote then falls fastest by making all rows equal.

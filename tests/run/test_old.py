@@ -97,7 +97,8 @@ def test_an_old_run_gives_its_numbers(name: str) -> None:
     found, _ = prepare_loaded(loaded).evaluate()
     assert_close(found[RESULT[name]], wanted["test"])
     assert set(found["test_variants"]) >= set(wanted["test_variants"])
-    assert found["confusion"] == wanted["confusion"]
+    if RESULT[name] == "test":
+        assert found["confusion"] == wanted["confusion"]
     new_name = {"mixture": "interpolation"}
     old = {new_name.get(voter, voter): scores for voter, scores in wanted["votes"]["voters"].items()}
     assert list(found["predictors"]["scores"]) == list(old)

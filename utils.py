@@ -10,14 +10,16 @@ import contextlib
 import ctypes
 import difflib
 import inspect
+import math
 import os
 import random
 import re
+import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 WARNINGS: list[str] = []  # of the run that this process makes
@@ -127,6 +129,56 @@ def whole_numbers(option: str, value: Any) -> tuple[int, ...]:
     if not words or not all(re.fullmatch(r"\s*0*[1-9]\d{0,8}\s*", str(word)) for word in words):
         raise BadOption(option, "must be whole numbers of at least 1 with commas between", value)
     return tuple(int(word) for word in words)
+
+
+def check_file(option: str, path: str | Path) -> None:
+    """That a path names a plain file: opening a pipe would wait for ever for who writes into it, and a device may have no end."""
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError) as error:  # the second: a zero in the name
+        reason = getattr(error, "strerror", None) or error
+        raise BadOption(option, f"must be a file that can be read ({reason})", str(path)) from None
+    if not stat.S_ISREG(mode):
+        kind = "a folder" if stat.S_ISDIR(mode) else "a pipe" if stat.S_ISFIFO(mode) else "a device or a socket"
+        raise BadOption(option, f"must be a file that can be read (it is {kind})", str(path))
+
+
+class Room(NamedTuple):
+    """Memory that an option's value asks for."""
+
+    option: str
+    value: Any
+    what: str
+    size: float  # bytes
+
+
+def require_room(*asked: Room) -> None:
+    """Refuses what memory can't hold, before any of it is taken: the system would end the process, or all others."""
+    free, total = free_memory(), sum(room.size for room in asked)
+    if total <= free:
+        return
+    most = max(asked, key=lambda room: room.size)
+    of = f" of {in_bytes(total)} in all" if len(asked) > 1 else ""
+    rule = f"asks for more memory than the {in_bytes(free)} that are free: {most.what} takes about {in_bytes(most.size)}{of}"
+    raise BadOption(most.option, rule, most.value)
+
+
+def free_memory() -> float:
+    """Bytes that can still be taken, by what the system says; infinite where it does not."""
+    found = [math.inf]
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found += [1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    with contextlib.suppress(OSError, ValueError):  # of a container; "max" is no number
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        found += [float(limit - used)]
+    return min(found)
+
+
+def in_bytes(size: float) -> str:
+    """1,234,567,890 as "1.2 GB"."""
+    power = min(5, max(0, int(math.log10(max(size, 1)) / 3)))
+    return f"{size / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB', 'PB')[power]}"
 
 
 # ---------------------------------------------------------------- parts by name

@@ -16,6 +16,7 @@ from inputs.tables import Table, read_csv, typed_columns
 from utils import BadOption, shortened
 
 ADULT_COLUMNS = 15  # the last is the target
+NAMES = [f"{number}" for number in range(1, ADULT_COLUMNS)]
 
 
 @contextlib.contextmanager
@@ -74,7 +75,8 @@ def read_adult(root: Path) -> tuple[Table, np.ndarray, Table, np.ndarray] | tupl
             raise BadOption("data_path", f"must hold the UCI file {name} with {ADULT_COLUMNS} columns", str(files[name]))
         parts.append(rows)
     both = [*parts[0], *parts[1]]
-    table = typed_columns(list(zip(*both, strict=True))[:-1], len(both))  # columns are typed over both files, fitted on the training split
+    # Columns are typed over both files, fitted on the training split.
+    table = typed_columns(list(zip(*both, strict=True))[:-1], NAMES, str(root))
     labels = np.array([row[-1] for row in both])
     n = len(parts[0])
     return table[:n], labels[:n], table[n:], labels[n:]
@@ -107,4 +109,4 @@ def _openml(name: str, version: int, files: str, root: Path) -> tuple[Table, np.
         [levels[name][int(v)] if v == v else "" for v in column] if name in levels else column
         for name, column in zip(bunch.feature_names, np.asarray(bunch.data, np.float64).T, strict=True)
     ]
-    return typed_columns(columns, len(bunch.target)), np.asarray(bunch.target).astype(str)
+    return typed_columns(columns, bunch.feature_names, name), np.asarray(bunch.target).astype(str)

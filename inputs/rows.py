@@ -79,7 +79,7 @@ class Batch:
 
 # ---------------------------------------------------------------- rows of a mapped file
 
-AT_ONCE = 1 << 24  # bytes
+AT_ONCE = 1 << 22  # bytes
 
 
 def row_blocks(rows: int, row_bytes: int) -> Iterator[slice]:

@@ -15,7 +15,7 @@ from inputs.rows import release
 from utils import BadOption, Room, require_room, say
 
 UNLABELED = ("", "?")  # a class may well be named none
-AT_ONCE = 1 << 21  # numbers that are standardized at once
+AT_ONCE = 1 << 18  # numbers that are standardized at once
 
 
 class Table:

@@ -1,19 +1,22 @@
-"""Text files of columns, read a block of lines at a time with pyarrow; what can be wrong with one is said with its line."""
+"""Text files of columns, read a block of lines at a time with pyarrow; what can be wrong with one is said with its line.
+
+pyarrow is imported late: it takes time and memory, and few runs read such a file.
+"""
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-from pyarrow import csv as arrow_csv
 
 from utils import BadOption, check_file, did_you_mean
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 MISSING = frozenset({"", "?", "na", "nan", "null", "none"})
 LARGEST = float(np.finfo(np.float32).max)  # what a model reads is float32
@@ -109,6 +112,9 @@ def check_size(numbers: np.ndarray, name: str, source: str, row: int = 0) -> Non
 
 def numbers_of(column: pa.Array) -> np.ndarray | None:
     """As float64, NaN where missing; None if some value is no number."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
     try:
         return np.asarray(pc.cast(column, pa.float64()).to_numpy(zero_copy_only=False))
     except pa.ArrowInvalid:
@@ -120,6 +126,12 @@ def numbers_of(column: pa.Array) -> np.ndarray | None:
     except pa.ArrowInvalid:
         return None
     return np.asarray(numbers.to_numpy())[encoded.indices.to_numpy()]
+
+
+def text_of(values: Iterable[object]) -> pa.Array:
+    import pyarrow as pa
+
+    return pa.array(map(str, values), pa.string())
 
 
 def categories_of(column: pa.Array) -> Categories:
@@ -164,9 +176,12 @@ class _Lines:
 
     def blocks(self) -> Iterator[list[pa.Array]]:
         """Columns of text, some lines at a time; the header is the first row."""
+        import pyarrow as pa
+        from pyarrow import csv
+
         wrong: list[str] = []
 
-        def odd(row: arrow_csv.InvalidRow) -> str:
+        def odd(row: Any) -> str:
             if row.text.strip():
                 unclosed = row.text.count('"') % 2
                 other = f"has {row.expected_columns} columns, and {row.actual_columns} in line {row.number}"
@@ -174,16 +189,16 @@ class _Lines:
             return "skip"
 
         # One thread: with more, nobody knows the number of a line.
-        read = arrow_csv.ReadOptions(autogenerate_column_names=True, use_threads=False, block_size=self.block, skip_rows=self.skipped)
-        parse = arrow_csv.ParseOptions(delimiter=self.delimiter, newlines_in_values=True, invalid_row_handler=odd)
+        read = csv.ReadOptions(autogenerate_column_names=True, use_threads=False, block_size=self.block, skip_rows=self.skipped)
+        parse = csv.ParseOptions(delimiter=self.delimiter, newlines_in_values=True, invalid_row_handler=odd)
         kinds = {f"f{i}": pa.string() for i in range(self.most_columns)}
-        as_text = arrow_csv.ConvertOptions(column_types=kinds, strings_can_be_null=False)
+        as_text = csv.ConvertOptions(column_types=kinds, strings_can_be_null=False)
         try:
-            for batch in arrow_csv.open_csv(self.source, read, parse, as_text):
+            for batch in csv.open_csv(self.source, read, parse, as_text):
                 if wrong:
                     break
                 if batch.num_rows:
-                    yield [pc.cast(column, pa.string()) for column in batch.columns]
+                    yield [column.cast(pa.string()) for column in batch.columns]
         except pa.ArrowInvalid as error:
             raise BadOption("dataset", _rule_of(str(error), self.block), str(self.path)) from None
         if wrong:

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
-from inputs.columns import MISSING, Categories, categories_of, check_size, numbers_of, read_columns
+from inputs.columns import MISSING, Categories, categories_of, check_size, numbers_of, read_columns, text_of
 from inputs.rows import release
 from utils import BadOption, Room, require_room, say
 
@@ -139,7 +138,7 @@ def typed_columns(columns: Sequence[Any], names: Sequence[str], source: str) -> 
     """Each column as numbers where all of it can be read so, as categories otherwise."""
     numbers, categories, textual = [np.empty((len(columns[0]), 0))], [], []
     for name, column in zip(names, columns, strict=True):
-        text = pa.array(map(str, column), pa.string())
+        text = text_of(column)
         found = numbers_of(text)
         if found is None:
             categories.append(categories_of(text))

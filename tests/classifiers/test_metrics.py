@@ -223,6 +223,8 @@ def test_order_of_rows_does_not_matter():
     scores = (equal_mass_calibration_error, aurc, lambda c, r: accuracy_at_coverage(c, r, 0.8))
     for score in scores:
         assert len({round(score(confidence[p], right[p]), 12) for p in shuffled}) == 1
+        rounding = 1e-7 * torch.rand(97, generator=generator)
+        assert score(confidence - rounding, right) == pytest.approx(score(confidence, right), abs=1e-6)
     orders = [sorted(torch.randperm(97, generator=generator).tolist(), key=lambda i: -confidence[i]) for _ in range(2000)]
     errors = torch.stack([~right[torch.tensor(order)] for order in orders]).double()
     curve = errors.cumsum(1) / torch.arange(1, 98)

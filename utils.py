@@ -14,14 +14,17 @@ import math
 import os
 import random
 import re
+import signal
 import stat
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
+PLUGIN = "plugin_"  # of the names under which users' files are imported
 WARNINGS: list[str] = []  # of the run that this process makes
 
 
@@ -57,6 +60,65 @@ class Diverged(Halt):
 
 class Stopped(Halt):
     """A run that ended before its last epoch, on a signal or on request; saved, to be resumed."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal that ends the program: Ctrl-C, or SIGTERM, which must end it as well-behaved."""
+
+    def __init__(self, number: int = signal.SIGINT) -> None:
+        super().__init__()
+        self.name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        self.exit_code = 128 + number
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[list[Interrupted]]:
+    """SIGTERM raises as Ctrl-C does; which of them it was, for those who are only told that something did."""
+
+    def interrupt(number: int, frame: object) -> None:
+        if os.getpid() != process:  # a forked worker: its parent sees to the end
+            os._exit(128 + number)
+        signals.append(Interrupted(number))
+        raise signals[-1]
+
+    signals = [Interrupted()]
+    process, numbers = os.getpid(), (signal.SIGINT, signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread():  # Python allows handlers nowhere else
+        yield signals
+        return
+    before = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def understood(option: str, value: str) -> Iterator[None]:
+    """What a checkpoint holds is put to use: where it does not fit together, that is a mistake in the checkpoint, said in one line."""
+    try:
+        yield
+    except (BadOption, Halt, OSError, MemoryError):
+        raise
+    except Exception as error:
+        frame = error.__traceback__
+        while frame is not None:
+            if str(frame.tb_frame.f_globals.get("__name__", "")).startswith(PLUGIN):  # its author wants to know the line
+                raise
+            frame = frame.tb_next
+        raise BadOption(option, f"holds what does not fit together ({type(error).__name__}: {shortened(error, 120)})", value) from error
+
+
+@contextlib.contextmanager
+def doing(what: str) -> Iterator[None]:
+    """What an error that nobody expected is said to have come from: the innermost."""
+    try:
+        yield
+    except BaseException as error:
+        if not hasattr(error, "doing"):
+            error.doing = what  # type: ignore[attr-defined]
+        raise
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -32,6 +32,24 @@ def no_empty_folders(folder: Path) -> Iterator[None]:
         raise
 
 
+_FORBIDDEN: list[bool] = []
+
+
+@contextlib.contextmanager
+def no_downloads() -> Iterator[None]:
+    """Data are read, and nothing is downloaded: nobody has typed the folder that it would go to."""
+    _FORBIDDEN.append(True)
+    try:
+        yield
+    finally:
+        _FORBIDDEN.pop()
+
+
+def require_allowed(files: str, root: Path) -> None:
+    if _FORBIDDEN:
+        raise BadOption("data_path", f"must hold {files}, or be typed: nothing is downloaded to where only a checkpoint says", str(root))
+
+
 # ---------------------------------------------------------------- torchvision
 
 
@@ -43,11 +61,14 @@ def read_torchvision(root: Path, dataset: str, files: str, **options: Any) -> So
         try:
             return getattr(tv, dataset)(root, train=train, download=False)
         except RuntimeError:  # torchvision's word for "not found or corrupted"
+            require_allowed(files, root)
             return getattr(tv, dataset)(root, train=train, download=True)
 
     try:
         with no_empty_folders(root / dataset):
             train, test = fetch(True), fetch(False)
+    except BadOption:
+        raise
     except (RuntimeError, OSError, ValueError, AssertionError) as error:  # the last two: a file cut short
         rule = f"must hold {files}, and they could not be downloaded ({shortened(error, 80) or 'damaged'})"
         raise BadOption("data_path", rule, str(root)) from None
@@ -98,6 +119,8 @@ def read_wine_quality(root: Path) -> tuple[Table, np.ndarray]:
 def _openml(name: str, version: int, files: str, root: Path) -> tuple[Table, np.ndarray]:
     from sklearn.datasets import fetch_openml
 
+    if not (root / "openml").is_dir():
+        require_allowed(files, root)
     try:
         with no_empty_folders(root / "openml"), warnings.catch_warnings(action="ignore"):  # the error below says it
             bunch = fetch_openml(name, version=version, data_home=str(root), as_frame=False, parser="liac-arff", n_retries=1)

@@ -29,10 +29,18 @@ class Reading:
 
 class Features:
     """Features that `embed` makes of batches, kept (if there is a folder) with their checksum under the hash of all that they
-    follow from. `weights` is the `digest_of` the backbone's."""
+    follow from. `weights` is the `digest_of` the backbone's. `also`: where they may lie besides; `owner`: the run that the folder is in."""
 
-    def __init__(self, embed: Callable[[Batch], Tensor], weights: str, reading: Reading, folder: Path | None) -> None:
-        self.embed, self.weights, self.reading, self.folder = embed, weights, reading, folder
+    def __init__(
+        self,
+        embed: Callable[[Batch], Tensor],
+        weights: str,
+        reading: Reading,
+        folder: Path | None,
+        also: tuple[Path, ...] = (),
+        owner: store.Owner | None = None,
+    ) -> None:
+        self.embed, self.weights, self.reading, self.folder, self.also, self.owner = embed, weights, reading, folder, also, owner
 
     def batches(self, part: str, images: Batches, *, views: int = 1, epochs: int = 0) -> FeatureBatches:
         """The rows in `views` views of evaluation, and as training sees them in its first `epochs` epochs."""
@@ -51,17 +59,26 @@ class Features:
 
     def of(self, name: str, images: Batches, plain: Tensor | None = None, epoch: int = 0) -> Tensor:
         """From disk if they are there, else computed and put there. `plain` stands where an epoch leaves a row out."""
-        folder = self.folder and self.folder / f"{name}-{self.key(images, epoch if plain is not None else images.view)}"
-        if folder and (folder / store.INDEX).exists():
-            try:
-                return store.load(folder)[0]["features"]["x"].to(images.device)
-            except BadOption as error:
-                say(f"features: computed anew; the cache is damaged ({error.rule})")
+        key = f"{name}-{self.key(images, epoch if plain is not None else images.view)}"
+        folder = self.folder and self.folder / key
+        for place in (*([folder] if folder else []), *(p / key for p in self.also)):
+            if (place / store.INDEX).exists():
+                try:
+                    return self._kept(place, len(images.split)).to(images.device)
+                except BadOption as error:
+                    say(f"features: computed anew; the cache is damaged ({error.rule})")
         say(f"features: {len(images.split):,} rows of {name} through the frozen backbone")
         found = self._computed(images, plain, epoch)  # (N, F)
         if folder:
-            store.save(folder, {"features": {"x": found}}, {"rows": len(found), "of": name})
+            store.save(folder, {"features": {"x": found}}, {"rows": len(found), "of": name}, self.owner)
         return found
+
+    @staticmethod
+    def _kept(folder: Path, rows: int) -> Tensor:
+        x = store.load(folder)[0].get("features", {}).get("x")
+        if x is None or x.dim() != 2 or len(x) != rows or not x.is_floating_point():
+            raise BadOption("feature_cache", "does not hold the features of these rows", str(folder))
+        return x
 
     @torch.no_grad()
     def _computed(self, images: Batches, plain: Tensor | None, epoch: int) -> Tensor:

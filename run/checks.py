@@ -81,13 +81,15 @@ def warn_of_known_rows(config: Config, data: Data, found: Mapping[str, Any], val
             return
 
 
-def check_validation(config: Config, data: Data) -> None:
-    """Without validation rows, what needs them is refused, and what follows from having none is said."""
+def check_validation(config: Config, data: Data, *, told: bool = True) -> None:
+    """Without validation rows, what needs them is refused, and what follows from having none is `told`."""
     if data.val is not None:
         return
     for name, asked in {"patience": config.training.patience, "scheduler": config.training.scheduler == "plateau"}.items():
         if asked:
             raise BadOption(name, needs_validation(config, data), getattr(config.training, name))
+    if not told:
+        return
     why = rounded_away(config, data) or f"--val_fraction {config.data.val_fraction}"
     warn(f"validation: no rows ({why}), so the last epoch counts as the best")
     if config.evaluation.calibrate == "none":
@@ -105,14 +107,14 @@ def rounded_away(config: Config, data: Data) -> str:
     return f"--val_fraction {asked} rounds to 0 of {len(data.train)} rows, class by class" if asked else ""
 
 
-def check_evaluation(config: Config, data: Data) -> None:
-    """What the evaluation at the end could not do."""
+def check_evaluation(config: Config, data: Data, typed: frozenset[str]) -> None:
+    """What the evaluation at the end could not do. `typed`: options of this command, not a checkpoint's."""
     options = config.evaluation
     if options.tta > 1 and data.kind == "table":
         raise BadOption("tta", "needs images: the rows of a table have no views", options.tta)
     if options.calibrate != "none" and data.val is None:
         raise BadOption("calibrate", needs_validation(config, data), options.calibrate)
-    if config.system.feature_cache and config.model.freeze_backbone:
+    if config.system.feature_cache and config.model.freeze_backbone and "feature_cache" in typed:
         check_writable(Path(config.system.feature_cache), "feature_cache")
     if not (HEADS[config.head.head].wants_bank or options.baselines):
         for name in ("ood", "continual", "k_eval", "k_ensemble", "adaptive_k"):

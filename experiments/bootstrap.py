@@ -1,8 +1,8 @@
 """The multi-bootstrap with paired seeds (Sellam et al., ICLR 2022), for metrics that are no means over rows.
 
-Rows are drawn with replacement, the same for every seed and arm. What seeds add is known without drawing them: the statistic is a mean
-over seeds. Drawing three seeds out of three finds two thirds of their variance, and its percentiles miss the truth too often (in the tests);
-here the variance of seeds, rows and residual is put together as for means over rows, with the same t.
+Rows are drawn with replacement, the same for every seed and arm. What seeds add is known without drawing them, because the statistic is
+a mean over seeds: drawing three of three seeds finds two thirds of their variance, and percentiles know no t. Here the variances of seeds,
+rows and residual are put together as for means over rows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from experiments.statistics import Estimate, Spread
 
 SAMPLES = 2000  # a standard error is then known to 2 %
-NUMBERS = 20_000_000  # weights that are in memory at once
+NUMBERS = 4_000_000  # weights that are in memory at once
 
 
 def row_samples(

@@ -164,16 +164,17 @@ def detectable_by_seeds(seeds: int, alpha: float = ALPHA, at: float = POWER) -> 
 
 @dataclass(frozen=True)
 class Settling:
-    """What would find a difference of `target` (or fit an interval of that half-width): seeds on the same rows, rows with the same seeds,
-    or both multiplied. None where it alone would not do."""
+    """What would find a difference of `target`: seeds on the same rows, rows with the same seeds, or both multiplied. None where it alone
+    would not do. `within`: the target is the room that is left up to the margin."""
 
     target: float
     seeds: int | None
     rows: int | None
     both: tuple[int, int] | None
+    within: bool = False
 
 
-def settling(estimate: Estimate, target: float, *, alpha: float = ALPHA, at: float = POWER) -> Settling:
+def settling(estimate: Estimate, target: float, *, alpha: float = ALPHA, at: float = POWER, within: bool = False) -> Settling:
     """How many seeds or rows it takes until a difference of `target` is found with a probability of `at`. At least two seeds."""
 
     def enough(seeds: int, rows: int) -> bool:
@@ -186,7 +187,7 @@ def settling(estimate: Estimate, target: float, *, alpha: float = ALPHA, at: flo
     seeds = smallest(lambda more: enough(more, n), s, MOST_SEEDS)
     rows = smallest(lambda more: enough(s, more), n, MOST_ROWS)
     factor = None if seeds or rows else smallest(lambda f: enough(*times(f)), 100, 100 * MOST_SEEDS)
-    return Settling(target, seeds, rows, times(factor) if factor else None)
+    return Settling(target, seeds, rows, times(factor) if factor else None, within)
 
 
 def smallest(enough: Callable[[int], bool], least: int, most: int) -> int | None:

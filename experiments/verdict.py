@@ -199,7 +199,7 @@ def _settling(estimate: Estimate, margin: float, level: float) -> Settling | Non
         return None
     size = abs(estimate.mean)
     within = margin - size > size
-    return settling(estimate, margin - size if within else size, alpha=level, at=0.9 if within else 0.8)
+    return settling(estimate, margin - size if within else size, alpha=level, at=0.9 if within else 0.8, within=within)
 
 
 def _pairing(scored: Scored, arm: str, base: str, stand: Stand) -> tuple[float, float, float] | None:

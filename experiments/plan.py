@@ -1,0 +1,223 @@
+"""What a comparison is: written to plan.json before anything runs, with a hash of all of it. What joins later is exploratory."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import config as flags
+from experiments.cells import folder_name
+from experiments.grid import Arm, arms_of, check_names, value_of
+from utils import BadOption, did_you_mean, whole_numbers
+
+FILE = "plan.json"
+DECLARED = ("seeds", "baseline", "metric", "margin", "looks", "calibrated", "within", "threads")
+KEYS = ("arms", "common", "published", "about", *DECLARED)  # of a YAML plan
+OURS = ("output_dir", "seed", "feature_cache")  # what the comparison gives to each cell
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    arms: tuple[Arm, ...]
+    seeds: tuple[int, ...]
+    baseline: str
+    metric: str = "accuracy"
+    margin: float | None = None  # None: the metric's own
+    looks: tuple[int, ...] = ()  # numbers of seeds after which it may end
+    calibrated: bool = False
+    within: tuple[str, ...] = ()  # predictors inside each run that are arms of their own
+    threads: int = 1  # of a run: they change weights
+    later_seeds: tuple[int, ...] = ()  # that joined a plan which had begun
+
+    def arm(self, name: str) -> Arm:
+        return next(arm for arm in self.arms if arm.name == name)
+
+    @property
+    def family(self) -> list[str]:
+        """The arms whose comparison with the baseline was declared before anything ran."""
+        declared = [arm for arm in self.arms if not arm.exploratory]
+        return [name for name in shown_arms(declared, self.within, len(self.arms)) if name != self.baseline]
+
+    def body(self) -> dict[str, Any]:
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "arms"}
+        plain = json.loads(json.dumps({"arms": [dataclasses.asdict(arm) for arm in self.arms], **values, "family": self.family}))
+        return {**plain, "sha256": digest_of(plain)}
+
+
+def digest_of(body: Any) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def checked(plan: Plan) -> Plan:
+    """Refuses what can't be compared."""
+    check_names([arm.name for arm in plan.arms])
+    names = shown_arms(plan.arms, plan.within)
+    if plan.baseline not in names:
+        raise BadOption("baseline", f"must be one of the arms {', '.join(names)}{did_you_mean(plan.baseline, names)}", plan.baseline)
+    if len(set(plan.seeds)) < len(plan.seeds):
+        raise BadOption("seeds", "must name each seed once", ",".join(map(str, plan.seeds)))
+    folders: dict[str, str] = {}
+    for arm in plan.arms:
+        if (other := folders.setdefault(folder_name(arm.name).lower(), arm.name)) != arm.name:
+            raise BadOption("compare", f"must give arms names that differ in letters or digits: {other!r} and {arm.name!r} do not")
+    if plan.looks and (list(plan.looks) != sorted(set(plan.looks)) or plan.looks[0] < 2 or plan.looks[-1] > len(plan.seeds)):
+        rule = f"must be rising numbers of seeds from 2 to {len(plan.seeds)}"
+        raise BadOption("looks", rule, ",".join(map(str, plan.looks)))
+    return plan
+
+
+# ---------------------------------------------------------------- from what was typed
+
+
+def seeds_of(text: str) -> tuple[int, ...]:
+    """ "5" is 0 to 4; "3,7,11" are these."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(re.fullmatch(r"\d{1,18}", word) for word in words) or (len(words) == 1 and not 1 <= int(words[0]) <= 10_000):
+        raise BadOption("seeds", "must be how many (5), or several with commas between (3,7,11)", text)
+    return tuple(map(int, words)) if len(words) > 1 else tuple(range(int(words[0])))
+
+
+def sources_of(text: str) -> tuple[str, ...]:
+    """ "linear | attention.calibrated", or with commas."""
+    words = tuple(word.strip() for word in text.replace("|", ",").split(",") if word.strip())
+    if len(words) < 2 or len(set(words)) < len(words):
+        raise BadOption("within", "must name at least two predictors, each once, with commas between", text)
+    return words
+
+
+def shown_arms(arms: Sequence[Arm], within: Sequence[str], count: int | None = None) -> list[str]:
+    """Arms by name; predictors inside them are arms of their own. `count`: how many arms there are in all."""
+    if not within:
+        return [arm.name for arm in arms]
+    return [source if (count or len(arms)) == 1 else f"{arm.name}: {source}" for arm in arms for source in within]
+
+
+def arms_typed(given: Mapping[str, str], config: str | None = None) -> list[Arm]:
+    """The grid of the flags on the command line. `config`: a YAML file of defaults for all arms."""
+    if "seed" in given:
+        raise BadOption("seed", "is given to each run by the comparison: use --seeds", given["seed"])
+    in_file = flags.read_yaml(config) if config else {}
+    if in_file.get("plugin") and "plugin" not in given:
+        raise BadOption("plugin", f"must be typed: {config} names {in_file['plugin']}, and no code runs because a file names it")
+    shared = {name: value for name, value in in_file.items() if name not in ("seed", "output_dir") and name not in given}
+    arms = [dataclasses.replace(arm, flags={**shared, **arm.flags}) for arm in arms_of(given)]
+    for arm in arms:
+        flags.check(arm.flags)
+    return arms
+
+
+def absolute(arms: Sequence[Arm]) -> list[Arm]:
+    """With files as they are found from anywhere: the plan may be gone on with from another directory."""
+    from run.saved import with_absolute_paths  # late: torch takes its time
+
+    return [dataclasses.replace(arm, flags=with_absolute_paths(arm.flags)) for arm in arms]
+
+
+def declared_in(rest: Mapping[str, Any]) -> dict[str, Any]:
+    """What a YAML plan declares, as values."""
+    found = {name: str(rest[name]) for name in ("baseline", "metric") if name in rest}
+    values: dict[str, Any] = dict(found)
+    if "seeds" in rest:
+        seeds = rest["seeds"]
+        values["seeds"] = seeds_of(",".join(map(str, seeds)) if isinstance(seeds, list) and len(seeds) > 1 else str(seeds).strip("[]"))
+    if "margin" in rest:
+        try:
+            values["margin"] = float(rest["margin"])
+        except (TypeError, ValueError):
+            raise BadOption("margin", "must be a number", str(rest["margin"])) from None
+    if "looks" in rest:
+        values["looks"] = whole_numbers("looks", rest["looks"])
+    if "within" in rest:
+        values["within"] = sources_of(",".join(rest["within"]) if isinstance(rest["within"], list) else str(rest["within"]))
+    return {**values, "calibrated": True} if rest.get("calibrated") else values
+
+
+def read_plan(path: str, typed: Mapping[str, str]) -> tuple[list[Arm], dict[str, Any]]:
+    """Arms of a YAML plan, each with the flags that all have in common and those typed, which win; and what else the plan sets."""
+    import yaml
+
+    try:
+        body = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise BadOption("plan", f"must be a file that can be read ({error.strerror})", path) from None
+    except (yaml.YAMLError, UnicodeDecodeError):
+        raise BadOption("plan", "must be a YAML file", path) from None
+    if not isinstance(body, dict) or not isinstance(body.get("arms"), dict) or not body["arms"]:
+        raise BadOption("plan", "must hold 'arms:' with a name and flags for each", path)
+    for key in body:
+        if key not in KEYS:
+            raise BadOption("plan", f"has {key!r}, which is none of {', '.join(KEYS)}{did_you_mean(str(key), KEYS)}", path)
+    published = dict(body.get("published") or {})
+    for name in published:
+        if name not in body["arms"]:
+            raise BadOption("plan", f"has published numbers of an arm {name!r} that it does not have", path)
+    arms = []
+    for name, own in body["arms"].items():
+        if not isinstance(own, dict | None):
+            raise BadOption("plan", f"must give arm {name!r} as 'flag: value' lines", path)
+        values = flags.with_new_names({**(body.get("common") or {}), **(own or {}), **typed})
+        if wrong := [n for n in values if n in OURS and n not in typed]:
+            raise BadOption("plan", f"must leave --{wrong[0]} to the comparison", path)
+        if values.get("plugin") and "plugin" not in typed:
+            raise BadOption("plugin", f"must be typed: {path} names {values['plugin']}, and no code runs because a file names it")
+        parsed = {n: value_of(n, v) if n in flags.FIELDS else v for n, v in values.items()}
+        try:
+            flags.check(parsed)
+        except BadOption as error:
+            raise BadOption(error.option, f"{error.rule}, in arm {name!r} of {path}", error.value) from None
+        arms.append(Arm(str(name), {n: v for n, v in parsed.items() if v is not None}, published=published.get(name) or {}))
+    rest = {key: body[key] for key in DECLARED if body.get(key) is not None}
+    return arms, rest
+
+
+def threads_for(jobs: int) -> int:
+    """Cores of a cell where so many run at once."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // jobs)
+
+
+# ---------------------------------------------------------------- plan.json
+
+
+def read(folder: Path) -> Plan | None:
+    """The plan of a comparison that has one."""
+    try:
+        body = json.loads((folder / FILE).read_text())
+        claimed = body.pop("sha256")
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, AttributeError, OSError):
+        raise BadOption("output_dir", f"must hold a whole {FILE}", str(folder)) from None
+    if digest_of(body) != claimed:
+        raise BadOption(
+            "output_dir", f"holds a {FILE} that was changed by hand: a plan is what was written before anything ran", str(folder)
+        )
+    if strange := set(body) - {f.name for f in dataclasses.fields(Plan)} - {"family"}:
+        raise BadOption("output_dir", f"holds a {FILE} of a version with other entries ({', '.join(sorted(strange))})", str(folder))
+    values: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in body.items() if n not in ("family", "arms")}
+    return Plan(arms=tuple(Arm(**arm) for arm in body["arms"]), **values)
+
+
+def extended(old: Plan, arms: Sequence[Arm], typed: Mapping[str, Any]) -> Plan:
+    """A plan that has begun, with arms and seeds that join it; all else is as it was declared."""
+    for name in ("baseline", "metric", "margin", "looks", "calibrated", "within"):
+        if name in typed and typed[name] != getattr(old, name):
+            now = getattr(old, name)
+            raise BadOption(name, f"contradicts the plan, which has {'the default' if now is None else now}", typed[name])
+    known = {arm.name: arm for arm in old.arms}
+    for arm in arms:
+        if arm.name in known and dict(arm.flags) != dict(known[arm.name].flags):
+            before, now = known[arm.name].flags, arm.flags
+            differ = sorted(n for n in {*before, *now} if before.get(n) != now.get(n))
+            rule = f"has arm {arm.name!r} with another --{differ[0]} ({before.get(differ[0], 'the default')}): take another directory"
+            raise BadOption("output_dir", rule, now.get(differ[0], "the default"))
+    joined = tuple(dataclasses.replace(arm, exploratory=True) for arm in arms if arm.name not in known)
+    more = tuple(seed for seed in typed.get("seeds", ()) if seed not in old.seeds)
+    return dataclasses.replace(old, arms=old.arms + joined, seeds=old.seeds + more, later_seeds=old.later_seeds + more)

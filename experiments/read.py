@@ -26,16 +26,18 @@ class Kept:
     sources: tuple[str, ...]
 
     def source(self, asked: str, *, calibrated: bool) -> str:
-        """The one that was asked for, or the head's own; averaged over views where the run did that, as in results.json."""
-        if asked:
-            if asked not in self.sources:
-                known = f"must be one of {', '.join(self.sources)}{did_you_mean(asked, self.sources)}"
-                raise BadOption("within", known, asked)
+        """The one that was asked for (NAME, or NAME.raw), or the head's own; averaged over views where the run did that, as in
+        results.json."""
+        if asked in self.sources:
             return asked
-        variant = "calibrated" if calibrated else "raw"
-        found = next((s for s in (f"{self.own}.{variant}_tta", f"{self.own}.{variant}") if s in self.sources), None)
+        variant, name = "calibrated" if calibrated else "raw", asked or self.own
+        found = next((s for s in (f"{name}.{variant}_tta", f"{name}.{variant}") if s in self.sources), None)
+        if found is None and name in {s.rpartition(".")[0] for s in self.sources}:
+            how = " (--calibrate)" if calibrated else ""
+            raise BadOption("compare", f"needs {variant} predictions of {name} in every run{how}, and one has none", str(self.run))
         if found is None:
-            raise BadOption("compare", f"needs {variant} predictions of every run (--calibrate), and one has none", str(self.run))
+            known = f"must name predictors that every run has; {self.run} has {', '.join(self.sources)}"
+            raise BadOption("within", known + did_you_mean(asked, self.sources), asked)
         return found
 
 

@@ -20,12 +20,14 @@ from utils import BadOption
 @dataclass(frozen=True)
 class Scored:
     """`numbers` of each finished cell by arm and seed: the metric of every row (N,); for a metric that is no mean over rows, its value
-    and that of every sample (1 + B,). The difference of two such arrays is that of the arms. `results`: its results.json."""
+    and that of every sample (1 + B,). The difference of two such arrays is that of the arms. `results`: its results.json. `own`: the name
+    of its head's own predictor."""
 
     metric: Metric
     rows: int
     numbers: dict[tuple[str, int], np.ndarray]
     results: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
+    own: dict[tuple[str, int], str] = field(default_factory=dict)
 
     def seeds(self, arm: str) -> tuple[int, ...]:
         return tuple(sorted(seed for name, seed in self.numbers if name == arm))
@@ -52,7 +54,7 @@ def score(comparison: Comparison) -> Scored:
     metric, done = METRICS[comparison.metric], [c for c in comparison.cells if c.state == "done" and c.run is not None]
     if not done:
         return Scored(metric, 0, {})
-    said = _read(comparison, done)
+    said, own = _read(comparison, done)
     label = next(iter(said.values())).label
     keys = [(cell.arm, cell.seed) for cell in done]
     if metric.rows is not None:
@@ -63,22 +65,23 @@ def score(comparison: Comparison) -> Scored:
         values = np.stack([f(np.ones((1, len(label)))) for f in functions], axis=1)
         both = np.concatenate([values, row_samples(functions, len(label))])
         numbers = {key: both[:, i] for i, key in enumerate(keys)}
-    return Scored(metric, len(label), numbers, _results(done))
+    return Scored(metric, len(label), numbers, _results(done), own)
 
 
-def _read(comparison: Comparison, done: Sequence[Cell]) -> dict[tuple[str, int], Answers]:
-    first, said = None, {}
+def _read(comparison: Comparison, done: Sequence[Cell]) -> tuple[dict[tuple[str, int], Answers], dict[tuple[str, int], str]]:
+    first, said, own = None, {}, {}
     for cell in done:
         assert cell.run is not None
         found = kept(cell.run)
         first = first or found
         if found.test_rows != first.test_rows:
             raise BadOption("compare", "needs runs with the same test rows, and these differ", f"{first.run} and {cell.run}")
+        own[cell.arm, cell.seed] = found.own
         said[cell.arm, cell.seed] = answers(cell.run, found.source(cell.source, calibrated=comparison.calibrated))
     labels = [of.label for of in said.values()]
     if any(not np.array_equal(label, labels[0]) for label in labels):
         raise BadOption("compare", "needs runs with the same labels of the test rows, and these differ", str(first.run if first else ""))
-    return said
+    return said, own
 
 
 def _results(done: Sequence[Cell]) -> dict[tuple[str, int], dict[str, Any]]:

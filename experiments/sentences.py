@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from experiments.metrics import Metric
-from experiments.statistics import ALPHA, Estimate, Settling, Spread, detectable, detectable_by_seeds, settling
+from experiments.statistics import Settling, detectable
 from experiments.verdict import BETTER, EQUIVALENT, NOTHING, SAME, WORSE, Verdict, Verdicts
 
 MOST_DECIMALS = 6
@@ -34,7 +33,7 @@ def with_unit(metric: Metric, text: str) -> str:
     return f"{text} {metric.unit}"
 
 
-def _amount(metric: Metric, value: float) -> str:
+def amount(metric: Metric, value: float) -> str:
     return with_unit(metric, number(metric, value, decimals_for(metric, value)))
 
 
@@ -78,7 +77,7 @@ def _judgment(verdict: Verdict, metric: Metric) -> str:
     mean, low, high = sign * verdict.estimate.mean, sign * verdict.low, sign * verdict.high
     low, high = min(low, high), max(low, high)
     d = decimals_for(metric, *((low, high) if low * high > 0 else (high - low,)))
-    margin = _amount(metric, verdict.margin)
+    margin = amount(metric, verdict.margin)
     if verdict.verdict in (BETTER, WORSE):
         size, near, far = sorted((abs(mean), abs(low), abs(high)))[1], min(abs(low), abs(high)), max(abs(low), abs(high))
         bounds = f"{number(metric, near, d)} to {number(metric, far, d)}"
@@ -105,7 +104,8 @@ def _what_settles(found: Settling, verdict: Verdict, verdicts: Verdicts) -> str:
     estimate, metric = verdict.estimate, verdicts.metric
     assert estimate is not None
     of_seeds, of_rows, _ = (f"{share:.0%}".replace("%", " %") for share in estimate.spread.shares)
-    known = f"{estimate.seeds} seeds on {estimate.rows:,} test rows find {_amount(metric, detectable(estimate, verdict.level))} (80 % power)."
+    least = amount(metric, detectable(estimate, verdict.level))
+    known = f"{estimate.seeds} seeds on {estimate.rows:,} test rows find a difference of {least} (80 % power)."
     seeds = f"{found.seeds:,} seeds on these rows" if found.seeds else ""
     rows = f"{found.rows:,} test rows with these seeds" if found.rows else ""
     if seeds and rows:
@@ -118,43 +118,6 @@ def _what_settles(found: Settling, verdict: Verdict, verdicts: Verdicts) -> str:
         ways = f"{found.both[0]:,} seeds on {found.both[1]:,} test rows; neither alone would do"
     else:
         ways = "no number of seeds and test rows that can be had"
-    aim = f"show that it is within the margin of {_amount(metric, verdict.margin)}" if found.within else f"find {_amount(metric, found.target)}"
+    within = f"show that it is within the margin of {amount(metric, verdict.margin)}"
+    aim = within if found.within else f"find one of {amount(metric, found.target)}"
     return f"{known} To {aim}: {ways}."
-
-
-# ---------------------------------------------------------------- before and after the first two seeds
-
-
-def what_seeds_can_show(seeds: int, comparisons: int = 1) -> str:
-    """Before anything has run."""
-    if seeds < 2:
-        return "1 seed: no interval will know how much seeds differ; use at least 3"
-    one = f"{seeds} seeds find, with 80 % power, paired differences of {detectable_by_seeds(seeds):.1f} standard deviations"
-    if comparisons == 1:
-        return one
-    return f"{one} in one comparison, {detectable_by_seeds(seeds, ALPHA / comparisons):.1f} as the first of {comparisons} (Holm)"
-
-
-def what_these_seeds_will_show(verdicts: Verdicts, seeds: int) -> str | None:
-    """Once each arm has two seeds: what `seeds` of them will find, by the deviation so far; and how many find the margin.
-
-    None before. The mean of the spreads of all arms: that of one, from two seeds, has one degree of freedom.
-    """
-    metric, known = verdicts.metric, [v for v in verdicts.verdicts if v.estimate is not None and v.estimate.seeds >= 2]
-    if not known or len(known) < sum(v.verdict != SAME for v in verdicts.verdicts):
-        return None
-    now = [v.estimate for v in known if v.estimate is not None]
-    spreads = [estimate.with_more(seeds, estimate.rows).spread for estimate in now]
-    mean = Spread(*(sum(parts) / len(spreads) for parts in zip(*((s.seed, s.row, s.residual) for s in spreads), strict=True)))
-    planned = Estimate(0.0, mean, seeds, now[0].rows)
-    deviation = math.sqrt(sum(estimate.spread.seed * estimate.seeds for estimate in now) / len(now))
-    alpha = ALPHA / max(1, len(verdicts.comparison.family))
-    least, margin = detectable(planned, alpha), known[0].margin
-    enough = settling(planned, margin, alpha=alpha).seeds if least > margin else seeds
-    text = f"paired differences of seeds deviate by {_amount(metric, deviation)}: {seeds} seeds will find {_amount(metric, least)}"
-    if least <= margin:
-        return text
-    small = number(metric, margin, decimals_for(metric, margin))
-    if enough is None:
-        return f"{text}; for {small} no number of seeds is enough on {planned.rows:,} test rows"
-    return f"{text}; for {small} you need {enough:,}"

@@ -45,7 +45,8 @@ def drawn_curves(epochs: list[dict[str, Any]], best_epoch: int) -> bytes:
     for axes in (loss, accuracy, *third):
         axes.grid(alpha=0.3)
         if axes.lines:
-            axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))  # beside the curves, never on them
+            # beside the curves, and beside the numbers of a right axis, never on them
+            axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.12 if axes in third else 1, 1))
     picture = io.BytesIO()
     figure.savefig(picture, dpi=110, format="png")
     return picture.getvalue()
@@ -56,7 +57,8 @@ def _draw_spread(axes: Any, steps: list[int], spread: list[dict[str, float]]) ->
     cosines = [s["cosine_between_classes"] for s in spread]
     axes.plot(steps, cosines, label="mean cosine of embeddings\nof different classes")
     axes.plot([], [], color="tab:orange", label="effective rank (right)")
-    axes.set(xlabel="epoch", ylim=(min(-0.1, *cosines, 0), 1.02))
+    axes.set(xlabel="epoch", ylabel="cosine", ylim=(min(-0.1, *cosines, 0), 1.02))
     ranks = axes.twinx()
-    ranks.plot(steps, [s["effective_rank"] for s in spread], color="tab:orange")
-    ranks.set(ylim=(0, None))
+    effective = [s["effective_rank"] for s in spread]
+    ranks.plot(steps, effective, color="tab:orange")
+    ranks.set(ylim=(0, 1.05 * max(effective)))

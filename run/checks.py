@@ -66,12 +66,14 @@ def warn_of_known_rows(config: Config, data: Data, found: Mapping[str, Any], val
     options = config.data
     if not config.model.pretrained or val is None or data.val is None or options.noise or options.label_noise or options.imbalance < 1:
         return
-    predictors = found.get("predictors", {})
-    left_out = [s["train_leave_one_out"] for s in predictors.get("scores", {}).values() if "train_leave_one_out" in s]
-    easy, n = val["accuracy"], len(data.val)
-    rivals = [("test rows", found["test"]["accuracy"], len(data.test))]
-    rivals += [("training rows without themselves", max(left_out), predictors["left_out_rows"])] if left_out else []
-    for what, accuracy, rows in rivals:
+    predictors, n = found.get("predictors", {}), len(data.val)
+    rivals = [("test rows", val["accuracy"], found["test"]["accuracy"], len(data.test))]
+    # Of one predictor: a linear head may be far better than all votes, on any rows.
+    votes = [s for s in predictors.get("scores", {}).values() if "train_leave_one_out" in s]
+    if best := max(votes, key=lambda s: s["train_leave_one_out"], default=None):
+        rows = predictors["left_out_rows"]
+        rivals.append(("training rows without themselves", best["val_accuracy"], best["train_leave_one_out"], rows))
+    for what, easy, accuracy, rows in rivals:
         both = (easy * n + accuracy * rows) / (n + rows)
         if easy - accuracy > SURPRISE * math.sqrt(both * (1 - both) * (1 / n + 1 / rows)):
             warn(

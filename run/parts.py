@@ -186,7 +186,8 @@ def check_probabilities(model: Classifier, x: torch.Tensor) -> None:
         total = model(x).double().exp().sum().item()
     if not abs(total - 1) < 1e-3:
         head = type(model.head).__name__
-        raise BadOption("head", f"must give log-probabilities: those of {head}.forward sum to {total:.4g} after exp, not to 1")
+        name = model.facts["config"]["head"]
+        raise BadOption("head", f"must give log-probabilities: those of {head}.forward sum to {total:.4g} after exp, not to 1", name)
 
 
 def random_bank(dim: int, rows: int, num_classes: int) -> Bank:

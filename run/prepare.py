@@ -72,7 +72,7 @@ def prepare(
     if stored is not None:
         predictors.load_state_dict(dict(stored))
     elif mode != "none" and sets.val is not None:
-        predictors.calibrate(evaluator.retrieve(sets.val), sets.val.target, config.system.seed)
+        predictors.calibrate(evaluator.validation(), sets.val.target, config.system.seed)
     model.calibrated = predictors.of(predictors.own, calibrated=True) if mode != "none" else None
     return evaluator
 

@@ -170,6 +170,48 @@ def test_an_interpolation_ends_near_the_better_part(fitting: tuple[Any, Retrieve
     assert again.vote_share == pytest.approx(0.8)
 
 
+@pytest.mark.parametrize("sure", [0.0, 30.0])
+def test_an_interpolation_is_no_worse_than_either_part_on_the_rows_it_was_fitted_to(sure: float, fitting: Any) -> None:
+    """Of a linear head that knows nothing, and of one that knows the answer."""
+    torch.manual_seed(0)
+    both = LinearAttnKnnHead(D, C, embed_dim=0, k_train=K, attention_heads=1).eval()
+    both.refresh(bank_of(fitting[0]))
+    x, target = clusters(61, 4, spread=0.9)
+    with torch.no_grad():
+        both.linear.fc.weight.copy_(sure * torch.eye(C, D))
+        retrieved = both.retrieve(x)
+    predictors = beside_neighbors(both, "head")
+    predictors.calibrate(retrieved, target, seed=0)
+    of_name = {name: nll(predictors.of(name, calibrated=True), retrieved, target) for name in predictors.names}
+    assert of_name["interpolation"] <= min(of_name["linear"], of_name["attention"]) + 1e-5
+
+
+def test_a_linear_head_gets_a_bias_for_each_class() -> None:
+    """Labels drawn from softmax(x / 2 + b), as where classes are more frequent than in training: b is found, but for a constant."""
+    bias = torch.arange(C) - (C - 1) / 2
+    generator = torch.Generator().manual_seed(1)
+    x = 3 * torch.randn(5003, C, generator=generator)
+    target = torch.multinomial((x / 2 + bias).softmax(1), 1, generator=generator)[:, 0]
+    retrieved = Retrieved.without_neighbors(x)
+    fitted: Any = calibrate(HeadPredictor(Fixed(), C), retrieved, target, "head")
+    found = fitted.class_bias - fitted.class_bias.mean()
+    assert torch.allclose(found, bias, atol=0.2)
+    assert fitted.log_temperature.exp().item() == pytest.approx(2, rel=0.1)
+    one = calibrate(HeadPredictor(Fixed(), C), retrieved, target, "temperature")
+    assert nll(fitted, retrieved, target) < nll(one, retrieved, target) - 0.05
+
+
+def test_the_linear_part_of_an_interpolation_gets_them_too(fitting: Any) -> None:
+    head = fitting[0]
+    both = LinearAttnKnnHead(D, C, embed_dim=0, k_train=K, attention_heads=1).eval()
+    both.refresh(bank_of(head))
+    rows, _ = clusters(31, 4)
+    with torch.no_grad():
+        retrieved = both.retrieve(rows)
+    fitted: Any = calibrate(both.predictor, retrieved, torch.zeros(31, dtype=torch.long), "head")  # one class alone
+    assert fitted.linear.class_bias[0] > fitted.linear.class_bias[1:].max()
+
+
 def test_unknown_mode() -> None:
     with pytest.raises(BadOption, match="did you mean 'head'"):
         calibrate(HeadPredictor(Fixed(), C), Retrieved.without_neighbors(torch.eye(C)), torch.arange(C), "heads")

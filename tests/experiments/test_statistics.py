@@ -136,10 +136,10 @@ def test_intervals_hold_the_truth(kind, parts: dict[str, float], seeds: int) -> 
 
 def test_intervals_over_seeds_alone_or_rows_alone_do_not() -> None:
     """What the crossed interval is for: the simulation can tell."""
-    d = gaussian(500, 5, seed=0.1, row=1.5, residual=1.0)
+    d = gaussian(500, 5, seed=0.2, row=1.5, residual=1.0)
     over_seeds, over_rows = (np.array([stats.ttest_1samp(one.mean(axis), 0).pvalue > 0.05 for one in d]) for axis in (1, 0))
-    assert over_seeds.mean() < 0.8
-    assert over_rows.mean() < 0.93
+    assert over_seeds.mean() < 0.9
+    assert over_rows.mean() < 0.92
     assert covered(d) >= 0.93
 
 

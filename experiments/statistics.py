@@ -30,7 +30,9 @@ class Spread:
 
     @property
     def variance(self) -> float:
-        return max(self.seed + self.row - self.residual, self.row)
+        # Where seeds cancel out in every single row neither shows a spread (two seeds, two rows that tell): the residual is the least.
+        found = max(self.seed + self.row - self.residual, self.row)
+        return self.residual if found < 1e-9 * self.residual else found
 
     @property
     def shares(self) -> tuple[float, float, float]:

@@ -65,7 +65,8 @@ def scores_of(results: dict[str, Any], source: str, variant: str) -> dict[str, f
     """What results.json says: of the head's own predictor, or of `source`, whose variant counts."""
     if not source:
         return dict(results.get("test" if variant == "raw" else "test_calibrated") or {})
-    of_variants = {s: of for s, of in all_scores(results, source.partition(".")[0]).items() if s.removesuffix("_tta") in (source, f"{source}.{variant}")}
+    wanted = (source, f"{source}.{variant}")
+    of_variants = {s: of for s, of in all_scores(results, source.partition(".")[0]).items() if s.removesuffix("_tta") in wanted}
     last = list(of_variants)[-1:]  # averaged over views, where that was done
     return dict(of_variants[last[0]]) if last and last[0].rpartition(".")[2].removesuffix("_tta") == variant else {}
 
@@ -163,7 +164,7 @@ def notes(verdicts: Verdicts) -> list[str]:
     """What must be known before these numbers are trusted."""
     comparison, found = verdicts.comparison, []
     if (family := len(comparison.family)) > 1:
-        found.append(f"intervals of differences hold together in 95 % of cases for the family of {family} (Holm); each alone is wider for it")
+        found.append(f"the {family} comparisons of the family share the error rate of 5 % (Holm): their intervals are wider for it")
     if comparison.looks:
         shared = f"looks at {', '.join(map(str, comparison.looks))} seeds share the error rate: intervals are wider for it"
         found.append(shared)

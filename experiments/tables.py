@@ -22,7 +22,9 @@ def write(verdicts: Verdicts, folder: Path) -> str:
 
     arms = summaries(verdicts)
     lines = [cells(arm, verdicts) for arm in arms]
-    below = [*(sentence(v, verdicts) for v in verdicts.verdicts), *(f"variance of the difference, {line}" for line in shares_lines(verdicts)), *notes(verdicts)]
+    below = [sentence(v, verdicts) for v in verdicts.verdicts]
+    below += [f"variance of the difference, {line}" for line in shares_lines(verdicts)]
+    below += notes(verdicts)
     content = {
         "table.csv": as_csv([_flat(arm, verdicts) for arm in arms]),
         "table.md": as_markdown(lines, below),
@@ -195,7 +197,8 @@ def run_rows(verdicts: Verdicts) -> list[dict[str, Any]]:
         if cell.run is not None and (cell.run, cell.source == "") in seen:
             continue  # arms inside one run: its predictors are told once
         seen.add((cell.run, cell.source == ""))
-        place = {"arm": cell.arm, "exploratory": _added_later(cell, comparison), "seed": cell.seed, "state": cell.state, "run": str(cell.run or "")}
+        place = {"arm": cell.arm, "exploratory": _added_later(cell, comparison), "seed": cell.seed, "state": cell.state}
+        place["run"] = str(cell.run or "")
         found = results.get((cell.arm, cell.seed))
         if found is None:
             rows.append({**place, "predictor": ""})

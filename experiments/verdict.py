@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from experiments.arms import Comparison
-from experiments.looks import levels, overall
+from experiments.looks import level as level_of
+from experiments.looks import overall
 from experiments.metrics import METRICS, Metric
 from experiments.scored import Scored, score
 from experiments.statistics import ALPHA, Estimate, Settling, holm, holm_levels, settling
@@ -120,7 +121,7 @@ def _judge_stands(
 ) -> dict[str, Verdict]:
     """Holm's procedure over the family as far as it has come: what has no result yet counts as one without a difference."""
     family = [comparison.same_as.get(arm, arm) for arm in comparison.family]
-    p = {arm: _p(comparison, stand) for arm, stand in stands.items()}
+    p = {arm: overall(stand.estimate.p, comparison.looks, stand.look) for arm, stand in stands.items()}
     of_family = [p.get(arm, 1.0) for arm in family]
     adjusted = dict(zip(family, holm(of_family), strict=True))
     level = dict(zip(family, holm_levels(of_family), strict=True))
@@ -129,13 +130,9 @@ def _judge_stands(
         if arm not in decided:
             alone = arm not in level
             alpha = ALPHA if alone else level[arm]
-            here = levels(comparison.looks, alpha)[stand.look] if comparison.looks else alpha
+            here = level_of(comparison.looks, stand.look, alpha)
             found[arm] = _verdict(comparison, scored, arm, stand, level=here, p_holm=p[arm] if alone else adjusted[arm])
     return found
-
-
-def _p(comparison: Comparison, stand: Stand) -> float:
-    return overall(stand.estimate.p, comparison.looks, stand.look) if comparison.looks else stand.estimate.p
 
 
 def _verdict(comparison: Comparison, scored: Scored, arm: str, stand: Stand, *, level: float, p_holm: float) -> Verdict:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,26 +60,23 @@ class Features:
 
     def of(self, name: str, images: Batches, plain: Tensor | None = None, epoch: int = 0) -> Tensor:
         """From disk if they are there, else computed and put there. `plain` stands where an epoch leaves a row out."""
-        key = f"{name}-{self.key(images, epoch if plain is not None else images.view)}"
+        key, rows = f"{name}-{self.key(images, epoch if plain is not None else images.view)}", len(images.split)
         folder = self.folder and self.folder / key
         for place in (*([folder] if folder else []), *(p / key for p in self.also)):
-            if (place / store.INDEX).exists():
-                try:
-                    return self._kept(place, len(images.split)).to(images.device)
-                except BadOption as error:
-                    say(f"features: computed anew; the cache is damaged ({error.rule})")
-        say(f"features: {len(images.split):,} rows of {name} through the frozen backbone")
-        found = self._computed(images, plain, epoch)  # (N, F)
-        if folder:
-            store.save(folder, {"features": {"x": found}}, {"rows": len(found), "of": name}, self.owner)
-        return found
+            if (found := _kept(place, rows)) is not None:
+                return found.to(images.device)
+        if folder is None:
+            return self._told(name, images, plain, epoch)
+        # Of several runs that need the same, one computes and the others wait. A run's own folder has one writer anyway.
+        with one_at_a_time(folder) if self.owner is None else contextlib.nullcontext():
+            if (found := _kept(folder, rows)) is None:
+                found = self._told(name, images, plain, epoch)
+                store.save(folder, {"features": {"x": found}}, {"rows": rows, "of": name}, self.owner)
+        return found.to(images.device)
 
-    @staticmethod
-    def _kept(folder: Path, rows: int) -> Tensor:
-        x = store.load(folder)[0].get("features", {}).get("x")
-        if x is None or x.dim() != 2 or len(x) != rows or not x.is_floating_point():
-            raise BadOption("feature_cache", "does not hold the features of these rows", str(folder))
-        return x
+    def _told(self, name: str, images: Batches, plain: Tensor | None, epoch: int) -> Tensor:
+        say(f"features: {len(images.split):,} rows of {name} through the frozen backbone")
+        return self._computed(images, plain, epoch)  # (N, F)
 
     @torch.no_grad()
     def _computed(self, images: Batches, plain: Tensor | None, epoch: int) -> Tensor:
@@ -98,6 +96,34 @@ class Features:
         read += (images.train, images.augment, images.data.flip, view, images.seed * random)
         fitted = sorted(images.data.fitted.items())
         return digest_of(self.weights, rows, repr(read), repr(fitted), repr(split.x.shape))[:16]
+
+
+def _kept(folder: Path, rows: int) -> Tensor | None:
+    """Features of so many rows from disk, if they are there and whole."""
+    if not (folder / store.INDEX).exists():
+        return None
+    try:
+        x = store.load(folder)[0].get("features", {}).get("x")
+        if x is None or x.dim() != 2 or len(x) != rows or not x.is_floating_point():
+            raise BadOption("feature_cache", "does not hold the features of these rows", str(folder))
+    except BadOption as error:
+        say(f"features: computed anew; the cache is damaged ({error.rule})")
+        return None
+    return x
+
+
+@contextlib.contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """Waits until no other process is in here for the same folder. The system lets go of a lock whose process died."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = folder.with_name(f"{folder.name}.lock")
+    with lock.open("a") as file:
+        with contextlib.suppress(ImportError, OSError):  # a system, or a file system, without locks: the work is done twice
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+        lock.unlink(missing_ok=True)
 
 
 def stamp(path: str) -> str:

@@ -117,6 +117,7 @@ TABLE: dict[str, list[dict[str, Any]]] = {
     "continual": [{**KNN, "continual": True}],
     "baselines": [{"baselines": True}],
     "seed": [{"seed": 1}],
+    "paired_init": [{"paired_init": True}],
     "deterministic": [{"deterministic": True}],
 }
 

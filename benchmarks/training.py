@@ -262,16 +262,9 @@ def main() -> None:
         cells = cells_of(table, args.seeds, args.data.resolve(), args.out.resolve())
         if table not in ("grid", "forms"):
             cells = [cell for cell in cells if args.only in cell.arm or cell.arm == "linear"]
-        for cell in first_of_caches(cells):
-            train(cell, args.out)
         with ThreadPoolExecutor(args.jobs) as pool:
             list(pool.map(lambda cell: train(cell, args.out), cells))
         SHOW.get(table, show)(table, cells, args.out)
-
-
-def first_of_caches(cells: list[Cell]) -> list[Cell]:
-    """The cell that fills a cache for all others: two at once would both compute it."""
-    return [cell for cell in cells if "--feature_cache" in cell.flags][:1]
 
 
 if __name__ == "__main__":

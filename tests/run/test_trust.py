@@ -207,6 +207,21 @@ def test_a_last_batch_of_one_row_trains(tmp_path: Path) -> None:
         assert -1 <= line["embeddings"]["cosine_between_classes"] <= 1
 
 
+class OfAPlugin(LinearHead):
+    """As a user's file may have it: it knows nothing of calibration."""
+
+
+HEADS.register("of-a-plugin")(OfAPlugin)
+
+
+@pytest.mark.parametrize("head", ["knn", "attn-knn", "linear+knn", "of-a-plugin"])
+def test_every_head_has_four_columns(head: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = run({**SMALL, "head": head, "output_dir": str(tmp_path)}, Action())
+    assert all(results[name]["nll"] > 0 for name in ("test", "test_calibrated", "val", "val_calibrated"))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch 1 ")]
+    assert [words.strip() for words in line[16:].split("  ") if words.strip()] == ["val", "val calibrated", "test", "test calibrated"]
+
+
 class Logits(LinearHead):
     """Gives logits where log-probabilities are wanted."""
 

@@ -7,7 +7,6 @@ as it is and is only tested.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from inputs import fingerprint
 from inputs.arrays import read_npz
 from inputs.copies import first_copies
 from inputs.downloads import read_adult, read_torchvision, read_wine_quality
@@ -84,8 +84,8 @@ def load(
         "class_counts": np.bincount(train.y, minlength=len(classes)).tolist(),
         "label_noise_rate": float(np.mean(noisy != clean)),
         "duplicates": duplicates,
-        "sha256": _fingerprint(train, val, test),
-        "test_sha256": _digest(source.x_test, labels["test"]),
+        "sha256": fingerprint.of_splits(train, val, test),
+        "test_sha256": fingerprint.as_read(source.x_test, labels["test"]),
     }
     return Data(name, kind, shape, classes, train, val, test, source.flip, fitted, summary)
 
@@ -295,30 +295,6 @@ def _encode(kind: str, x: Any, rows: np.ndarray | None, fitted: dict[str, Any]) 
         found[at] = images[rows[at]].transpose(0, 3, 1, 2)
         release(x)
     return found
-
-
-def _fingerprint(*splits: Split | None) -> str:
-    """Of all rows and labels in their order: a run must not go on with others. Of image files, the names."""
-    digest = hashlib.sha256()
-    for split in splits:
-        if split is not None:
-            files = split.x.dtype.kind == "U"
-            names = "\n".join("/".join(Path(path).parts[-2:]) for path in split.x) if files else ""
-            digest.update(names.encode() if files else np.ascontiguousarray(split.x).data)
-            digest.update(split.y.tobytes())
-    return digest.hexdigest()[:16]
-
-
-def _digest(x: Any, y: np.ndarray) -> str:
-    """Of rows as they were read and their labels: the same whatever training rows they are encoded by. Of image files, the names."""
-    digest = hashlib.sha256(y.tobytes())
-    parts = (x.numbers, x.categories) if isinstance(x, Table) else (np.asarray(x),)
-    for part in parts:
-        digest.update(f"{part.dtype.kind} {part.shape}".encode())
-        text = part.dtype.kind == "U"
-        names = ["/".join(Path(path).parts[-2:]) for path in part] if text and part.ndim == 1 else part.ravel().tolist() if text else []
-        digest.update("\n".join(names).encode() if text else np.ascontiguousarray(part).data)
-    return digest.hexdigest()
 
 
 def stratified(y: np.ndarray, fraction: float, seed: int) -> np.ndarray:

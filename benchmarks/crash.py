@@ -11,6 +11,8 @@ a word), `traceback`, `hang`.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import random
@@ -27,11 +29,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # processes are forked, and the numbers must be the same
 
-import matplotlib.figure  # noqa: F401  (once, not in each child)
 import torch
 
 from evaluation import cost
@@ -80,7 +80,6 @@ def start(words: list[str], folder: Path, said: Path, watch: Any = None) -> int:
         handle = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(handle, 1)
         os.dup2(handle, 2)
-        cost.rows_per_second = at_once
         with layer(folder, *(watch or (nothing,))):
             code = command(words)
     finally:
@@ -166,6 +165,9 @@ class Table:
 class Bench:
     def __init__(self, place: Path) -> None:
         self.place, self.table, self.tried = place, Table(), 0
+        cost.rows_per_second = at_once
+        with contextlib.redirect_stdout(None), contextlib.redirect_stderr(io.StringIO()):  # what it imports, no child has to
+            assert command([*TINY, "--output_dir", str(place / "first")]) == 0
         whole = place / "whole"
         operations = place / "operations"
         code, said = run_in_child([*TINY, "--output_dir", str(whole)], whole, (counting(operations),))

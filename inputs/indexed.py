@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +100,9 @@ def write_index(folder: Path, body: dict[str, Any]) -> None:
 
 def digest_of(body: Any) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def core_of(index: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What makes a best checkpoint this one; calibration adds to it and leaves this."""
+    weights = [index["files"].get(group, {}).get("sha256") for group in ("model", "bank")]
+    return *weights, index["facts"].get("run"), index["facts"].get("epoch")

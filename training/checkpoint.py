@@ -101,7 +101,7 @@ class Checkpoints:
             return "" if "best" in facts or not facts["training"]["place"].get("best_epoch") else self._older_best(facts)
         try:
             there = indexed.verify(self.best)
-            if core_of(there) == core_of(index):
+            if indexed.core_of(there) == indexed.core_of(index):
                 return ""
             why = "is that of another run" if there["facts"].get("run") != self.run else "is that of another epoch"
         except BadOption as error:
@@ -125,12 +125,6 @@ class Checkpoints:
             return "is that of another run"
         self.best_index = index
         return ""
-
-
-def core_of(index: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What makes a best checkpoint this one; calibration adds to it and leaves this."""
-    weights = [index["files"].get(group, {}).get("sha256") for group in ("model", "bank")]
-    return *weights, index["facts"].get("run"), index["facts"].get("epoch")
 
 
 # ---------------------------------------------------------------- what is not a named tensor

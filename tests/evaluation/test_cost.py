@@ -51,6 +51,6 @@ def test_the_load_stands_beside_the_speed() -> None:
     found = cost.speed_of(Counting(), torch.zeros(ROWS, 3))
     low, high = found["images_per_second_quartiles"]
     assert low <= found["images_per_second"] <= high
-    assert found["load"] == pytest.approx(os.getloadavg()[0], abs=0.5)
+    assert found["load"] == pytest.approx(os.getloadavg()[0], abs=2)
     assert cost.load_of(1.25) == f"load 1.2 on {os.cpu_count()} cores"
     assert cost.load_of(None) == "load unknown"

@@ -19,9 +19,10 @@ from inputs.arrays import read_npz
 from inputs.copies import first_copies
 from inputs.downloads import read_adult, read_torchvision, read_wine_quality
 from inputs.folders import read_folder
+from inputs.memory import Room, require_room
 from inputs.rows import Data, Source, Split, release, row_blocks
 from inputs.tables import Encoder, Table, read_csv
-from utils import BadOption, Call, Registry, Room, check_file, check_options, fold_in, parse_call, require_room
+from utils import BadOption, Call, Registry, check_file, check_options, fold_in, parse_call
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 FILE_SIZE = 224  # image files have many sizes; the model sees this one unless --resize says otherwise

@@ -132,6 +132,7 @@ class DataOptions:
     label_noise: str | None = flag(None, "RATE[:symmetric|asymmetric] or FILE.npz:KEY, training split only")
     noisy_val: bool = flag(False, "--label_noise for the labels of the validation rows too")
     keep_duplicates: bool = flag(False, "exact copies of training rows stay: as neighbors of each other, and as validation rows")
+    skip_broken: bool = flag(False, "leave out image files that can't be read; without it they are counted and refused")
     imbalance: float = flag(1.0, "long tail: rows of the last class / rows of the first", rule=PART)
 
 
@@ -294,6 +295,8 @@ def check(values: Mapping[str, Any], *owners: type) -> None:
             raise BadOption(name, f"must be {_KINDS[kind]}", value)
         if isinstance(value, float) and not math.isfinite(value):
             raise BadOption(name, "must be a number", value)
+        if value == "":
+            raise BadOption(name, "must not be empty", value)
         if meta["choices"] and value not in meta["choices"]:
             raise BadOption(name, f"must be one of {', '.join(meta['choices'])}{did_you_mean(str(value), meta['choices'])}", value)
         if meta["rule"] and not meta["rule"][0](value):

@@ -46,6 +46,7 @@ def resolve(given: dict[str, Any], shape: tuple[int, ...]) -> Config:
         ("seed", 2**63, f"must be from 0 to 2^63 - 1, got {2**63}"),
         ("augment", 1, "must be true or false, got 1"),
         ("layer", 3, "must be text, got 3"),
+        ("pretrained", "", "must not be empty, got ''"),  # trained from scratch, without a word
         ("optimizer", "adamm", "must be one of adam, sgd, adamw (did you mean 'adam'?), got 'adamm'"),
         ("criterion", "crossentropy", "must be one of CrossEntropy, MSE (did you mean 'CrossEntropy'?), got 'crossentropy'"),
         ("batchsize", 3, "is not an option (did you mean 'batch_size'?)"),

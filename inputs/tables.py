@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from inputs.columns import MISSING, Categories, categories_of, check_size, numbers_of, read_columns, text_of
+from inputs.memory import Room, require_room
 from inputs.rows import release
-from utils import BadOption, Room, require_room, say
+from utils import BadOption, say
 
 UNLABELED = ("", "?")  # a class may well be named none
 AT_ONCE = 1 << 18  # numbers that are standardized at once

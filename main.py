@@ -170,7 +170,24 @@ def compare(
     return run_comparison(runs or [], typed, Asked(**asked, fail_fast=fail_fast, calibrated=calibrated, dry_run=dry_run))
 
 
-COMMANDS: tuple[Callable[..., Any], ...] = (list_, probe, explain, compare)
+def predict(
+    more: Annotated[list[str] | None, typer.Argument(help="further inputs, as a shell expands *.jpg", metavar="[INPUT]...")] = None,
+    checkpoint: Annotated[Text, typer.Option(help="RUN that predicts; its data set is not needed", metavar="TEXT")] = None,
+    input: Annotated[Text, typer.Option("--input", help="a folder, image files, FILE.npz[:KEY], or FILE.csv", metavar="TEXT")] = None,
+    output: Annotated[Text, typer.Option(help="FILE.csv or FILE.jsonl (default: CSV on standard output)", metavar="TEXT")] = None,
+    confidence: Annotated[str, typer.Option(help="'abstain' where no class is that likely", metavar="FLOAT")] = "0",
+    K: Annotated[str, typer.Option("--K", help="neighbors shown, the heaviest; 0 for none", metavar="INT")] = "5",
+    batch_size: Annotated[Text, typer.Option("--batch_size", help="rows a batch", metavar="INT")] = None,
+    device: Annotated[str, typer.Option(help="where to compute: auto, cpu, cuda, mps", metavar="TEXT")] = "auto",
+    plugin: Plugin = None,
+) -> None:
+    """What a trained model says of images or table rows: class probabilities, neighbors, distance. It needs no data set."""
+    from run.predict import predict as ask
+
+    ask(checkpoint, [*([input] if input else []), *(more or [])], output, confidence, K, batch_size, device, plugin)
+
+
+COMMANDS: tuple[Callable[..., Any], ...] = (list_, probe, explain, compare, predict)
 YES_NO = {"true", "false", "yes", "no", "on", "off"}
 
 

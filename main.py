@@ -187,7 +187,19 @@ def predict(
     ask(checkpoint, [*([input] if input else []), *(more or [])], output, confidence, K, batch_size, device, plugin)
 
 
-COMMANDS: tuple[Callable[..., Any], ...] = (list_, probe, explain, compare, predict)
+def export(
+    checkpoint: Annotated[Text, typer.Option(help="RUN to export", metavar="TEXT")] = None,
+    format: Annotated[str, typer.Option(help="onnx, torchscript or safetensors (weights alone)", metavar="TEXT")] = "onnx",
+    output_dir: Annotated[Text, typer.Option("--output_dir", help="for the files (default: RUN/export-FORMAT)", metavar="TEXT")] = None,
+    plugin: Plugin = None,
+) -> None:
+    """Backbone and embedder as one graph that runs without the toolkit, the bank beside it, and a vote in 20 lines of Python."""
+    from run.export import export as write
+
+    write(checkpoint, format, output_dir, plugin)
+
+
+COMMANDS: tuple[Callable[..., Any], ...] = (list_, probe, explain, compare, predict, export)
 YES_NO = {"true", "false", "yes", "no", "on", "off"}
 
 

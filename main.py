@@ -15,6 +15,7 @@ import typer
 from typer.models import OptionInfo
 
 import config as flags
+from explain import page
 from utils import BadOption, Halt, interruptible, parse_whole_number, say, shortened
 
 # Read when torch loads. Threads that wait by spinning for long are a little faster alone, and many times slower where another
@@ -22,21 +23,13 @@ from utils import BadOption, Halt, interruptible, parse_whole_number, say, short
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 IGNORED = ("similarity_type", "aggregation_type")
-METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", bool: None}
 
 
-def option(field: dataclasses.Field[Any], topic: str, *, both_ways: bool) -> inspect.Parameter:
+def option(field: dataclasses.Field[Any], *, both_ways: bool) -> inspect.Parameter:
     """A flag as a parameter. Its default is None for Typer: what was not given is left to presets and layers."""
-    meta, kind = field.metadata, flags.kind_of(field)
-    text = meta["help"]
-    if meta["choices"]:
-        text += f": {', '.join(meta['choices'])}"
-    if meta["preset"]:
-        text += " (by data set)"
-    elif field.default not in (None, dataclasses.MISSING) and kind is not bool:
-        text += f" (default: {field.default})"
+    kind = flags.kind_of(field)
     names = f"--{field.name}/--no-{field.name}" if kind is bool and both_ways else f"--{field.name}"
-    info = typer.Option(names, help=text, rich_help_panel=topic.capitalize(), show_default=False, metavar=METAVARS[kind])
+    info = typer.Option(names, help=page.described(field), show_default=False, metavar=page.METAVARS[kind] or None)
     # Numbers arrive as text, so that a wrong one gets our line: flag, rule and value.
     annotation = Annotated[bool | None, info] if kind is bool else Annotated[str | None, info]
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
@@ -240,6 +233,7 @@ def flags_of(command: Callable[..., None]) -> set[str]:
     return {name for name, hint in hints.items() if any(isinstance(part, OptionInfo) for part in getattr(hint, "__metadata__", ()))}
 
 
+NAMES = {command.__name__.rstrip("_"): command for command in COMMANDS}
 OPTIONS = set(flags.FIELDS).union(*map(flags_of, COMMANDS)) - {"runs"}
 
 
@@ -251,8 +245,8 @@ def build_app() -> typer.Typer:
     )
     parameters = [
         inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context),
-        *(option(flags.FIELDS[name], topic, both_ways=True) for name, topic in flags.TOPIC_OF.items()),
-        *(option(f, "output", both_ways=False) for f in dataclasses.fields(flags.Action)),
+        *(option(flags.FIELDS[name], both_ways=True) for name in flags.TOPIC_OF),
+        *(option(f, both_ways=False) for f in dataclasses.fields(flags.Action)),
         *(renamed(old, flags.FIELDS[new]) for old, new in flags.RENAMED.items()),
     ]
     hidden = Annotated[str | None, typer.Option(hidden=True)]
@@ -265,8 +259,8 @@ def build_app() -> typer.Typer:
     signature = inspect.Signature([*typed, *training_flags(set(own))])
     compare.__signature__ = signature  # type: ignore[attr-defined]
     compare.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
-    for command in COMMANDS:
-        app.command(name=command.__name__.rstrip("_"), cls=WithAlternatives if command is compare else None)(command)
+    for name, command in NAMES.items():
+        app.command(name=name, cls=WithAlternatives if command is compare else None)(command)
     return app
 
 
@@ -283,6 +277,11 @@ STOPPED = 130  # Typer's word for Ctrl-C
 
 def _run(words: list[str]) -> int:
     try:
+        text, words = page.answer(words, NAMES)
+        text = text or completion(words)
+        if text is not None:
+            print(text)
+            return 0
         return build_app()(args=words, standalone_mode=False) or 0
     except BadOption as error:
         return fail(f"--{error}" if error.option in OPTIONS else str(error))
@@ -295,8 +294,20 @@ def _run(words: list[str]) -> int:
         return fail(f"{error.strerror or error}: {error.filename or ''}", 1)
     except Exception as error:
         if hasattr(error, "format_message"):  # Typer could not read the command line
-            return fail(error.format_message())
+            message = error.format_message()
+            return fail(page.no_such_command(message, NAMES) if message.startswith("No such command") else message)
         return fail(unexpected(error), 1)
+
+
+def completion(words: list[str]) -> str | None:
+    """The answer to --install-completion [SHELL] and --show-completion; None to anything else."""
+    first, *rest = [word.replace("-", "_") for word in words[:2]] or [""]
+    if first not in ("__install_completion", "__show_completion"):
+        return None
+    from explain import completion
+
+    own = {name: flags_of(command) for name, command in NAMES.items()}
+    return completion.script(own) if first == "__show_completion" else completion.install(rest[0] if rest else None, own)
 
 
 def unexpected(error: Exception) -> str:

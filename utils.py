@@ -183,16 +183,6 @@ def parse_whole_number(option: str, text: str, least: int, most: int | None = No
         raise BadOption(option, error.rule, text) from None
 
 
-def parse_number(option: str, text: str, least: float, most: float) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not least <= value <= most:
-        raise BadOption(option, f"must be a number from {least:g} to {most:g}", text)
-    return value
-
-
 def whole_numbers(option: str, value: Any) -> tuple[int, ...]:
     """Whole numbers of at least 1 from "5,10,20", a number, or a sequence; none from None."""
     if value is None:

@@ -73,7 +73,8 @@ def read_torchvision(root: Path, dataset: str, files: str, **options: Any) -> So
     except BadOption:
         raise
     except (RuntimeError, OSError, ValueError, AssertionError) as error:  # the last two: a file cut short
-        rule = f"must hold {files}, and they could not be downloaded ({shortened(error, 80) or 'damaged'})"
+        reason = shortened(error, 80) or "damaged"
+        rule = f"must hold {files}, and they could not be downloaded ({reason}); arrays of your own do as well: --dataset npz:FILE"
         raise BadOption("data_path", rule, str(root)) from None
     x_train, y_train, x_test, y_test = (np.asarray(a) for a in (train.data, train.targets, test.data, test.targets))
     return Source(x_train, y_train, x_test, y_test, classes=tuple(train.classes), **options)

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 from run.directory import check_writable
 from run.model import Model, Predictions, load
 from run.reading import Row, files_in, read_csv, read_npz
-from utils import BadOption, Halt, parse_number, parse_whole_number, say
+from utils import BadOption, Halt, parse_whole_number, say
 
 ABSTAIN = "abstain"
 TABLES, ARRAYS = (".csv", ".tsv", ".txt"), ".npz"
@@ -39,7 +39,7 @@ def predict(
         raise BadOption("checkpoint", "must name the run that predicts")
     if not inputs:
         raise BadOption("input", "must name what to predict: a folder, image files, FILE.npz or FILE.csv")
-    least, shown = parse_number("confidence", confidence, 0, 1), parse_whole_number("K", K, 0)
+    least, shown = probability_of("confidence", confidence), parse_whole_number("K", K, 0)
     size = None if batch_size is None else parse_whole_number("batch_size", batch_size, 1)
     if output and (Path(output).suffix not in SUFFIXES or Path(output).is_dir()):
         raise BadOption("output", f"must be a file that ends in {' or '.join(SUFFIXES)}", output)
@@ -111,6 +111,16 @@ def lines_of(found: Predictions, least: float) -> Iterator[dict[str, Any]]:
 def short(value: float) -> float:
     """The digits that a float32 has."""
     return float(f"{value:.7g}") if math.isfinite(value) else value
+
+
+def probability_of(option: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 1:
+        raise BadOption(option, "must be a number from 0 to 1", text)
+    return value
 
 
 # ---------------------------------------------------------------- writing

@@ -90,7 +90,8 @@ def load(
         "sha256": fingerprint.of_splits(train, val, test),
         "test_sha256": fingerprint.as_read(source.x_test, labels["test"]),
     }
-    return Data(name, kind, shape, classes, train, val, test, source.flip, fitted, summary)
+    columns = source.x_train.columns if isinstance(source.x_train, Table) else ()
+    return Data(name, kind, shape, classes, train, val, test, source.flip, fitted, summary, columns)
 
 
 # ---------------------------------------------------------------- sources by name

@@ -77,13 +77,19 @@ class _Files(Dataset[Any]):
                 image = eight_bit(file).convert("RGB")
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # what Pillow raises for a damaged file
             return BadOption("dataset", f"has an image that can't be read ({type(error).__name__})", str(self.paths[row]))
-        crop = self.crop
-        draws = uniforms(crop.seed if crop else 0, [row], 5)[0]
-        box = random_box(image.size, draws, crop.scale) if crop else center_box(image.size)
-        image = image.resize((self.side, self.side), Image.Resampling.BILINEAR, box=box, reducing_gap=3.0)
-        if crop and crop.flip and draws[4] < 0.5:
-            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        return torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1)
+        return torch.from_numpy(square(image, self.side, self.crop, row))
+
+
+def square(image: Any, side: int, crop: Crop | None = None, row: int = 0) -> np.ndarray:
+    """An RGB image of Pillow's, cropped and resized: (3, S, S) uint8."""
+    from PIL import Image
+
+    draws = uniforms(crop.seed if crop else 0, [row], 5)[0]
+    box = random_box(image.size, draws, crop.scale) if crop else center_box(image.size)
+    image = image.resize((side, side), Image.Resampling.BILINEAR, box=box, reducing_gap=3.0)
+    if crop and crop.flip and draws[4] < 0.5:
+        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
 
 
 def broken(paths: Sequence[str]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from run.complete import with_defaults
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]  # in this order: docs use runs of the README's first comparison
-OTHERS = {"help", "quick"}  # of a command line that are no options of ours
+OTHERS = {"help", "help_all", "install_completion", "quick"}  # of a command line that are no options of ours
 
 # One process for all commands: loading torch takes longer than most of them.
 DRIVER = """
@@ -62,7 +62,7 @@ def test_blocks(tmp_path: Path) -> None:
         if page.name == "layers.md":
             typed.insert(0, "python swapping.py")
         commands += [(page.name, line) for line in typed]
-    assert {"README.md", "data.md", "heads.md", "layers.md", "plugins.md", "runs.md"} == {page for page, _ in commands}
+    assert {"README.md", "data.md", "heads.md", "layers.md", "plugins.md", "runs.md", "use.md"} == {page for page, _ in commands}
     python("-c", DRIVER, folder=tmp_path, stdin=json.dumps(commands))
     written = {"runs/dense/results.json", "runs/kvt/explain-tokens-3.png", "runs/neighbors/explain-neighbors-3.png"}
     written |= {"runs/wine/results-epoch4.json", "runs/dense/checkpoints/best/results.json"}

@@ -16,7 +16,8 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
-from utils import BadOption, check_file, did_you_mean, plain_yaml, shortened
+from plain_yaml import plain_yaml
+from utils import BadOption, check_file, did_you_mean, shortened
 
 Rule = tuple[Callable[[Any], bool], str]
 

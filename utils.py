@@ -24,7 +24,6 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 PLUGIN = "plugin_"  # of the names under which users' files are imported
-MOST_SHOWN = 1000  # characters
 WARNINGS: list[str] = []  # of the run that this process makes
 
 
@@ -47,11 +46,10 @@ class BadOption(ValueError):
 
 def shown(value: Any) -> str:
     """A value in a message, cut where it would fill the screen."""
-    try:
-        text = repr(value) if isinstance(value, str) else str(value)
-    except ValueError:  # Python writes no number of more than 4,300 digits
-        text = f"a number of {value.bit_length() * 3 // 10:,} digits"
-    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN // 2]} ... {text[-MOST_SHOWN // 2 :]}"
+    if isinstance(value, int) and value.bit_length() > 10_000:  # Python does not write them
+        return f"a number of {value.bit_length() * 3 // 10:,} digits"
+    text = repr(value) if isinstance(value, str) else str(value)
+    return text if len(text) <= 1000 else f"{text[:500]} ... {text[-500:]}"
 
 
 class Halt(RuntimeError):
@@ -202,42 +200,14 @@ def whole_numbers(option: str, value: Any) -> tuple[int, ...]:
 
 
 def check_file(option: str, path: str | Path) -> None:
-    """That a path names a plain file: opening a pipe would wait for ever for who writes into it, and a device may have no end."""
+    """That a path names a plain file: opening a pipe would wait for ever, and a device may have no end."""
     try:
         mode = os.stat(path).st_mode
     except (OSError, ValueError) as error:  # the second: a zero in the name
-        reason = getattr(error, "strerror", None) or error
-        raise BadOption(option, f"must be a file that can be read ({reason})", str(path)) from None
+        raise BadOption(option, f"must be a file that can be read ({getattr(error, 'strerror', error)})", str(path)) from None
     if not stat.S_ISREG(mode):
         kind = "Is a directory" if stat.S_ISDIR(mode) else "it is a pipe" if stat.S_ISFIFO(mode) else "it is a device or a socket"
         raise BadOption(option, f"must be a file that can be read ({kind})", str(path))
-
-
-MOST_DEPTH, MOST_ALIASES = 4, 16  # of a YAML file
-
-
-def plain_yaml(text: str) -> Any:
-    """Text, numbers, true, false, null, and lists of them. Small files can hold references that unfold to gigabytes, and brackets
-    deeper than Python's stack: both are counted before anything is made of them."""
-    import yaml
-
-    class Plain(yaml.SafeLoader):
-        """Dates stay text, and no tag makes anything but what a file without tags can hold."""
-
-    kinds = ("null", "bool", "int", "float", "seq", "map", "str")
-    made = {tag: make for tag, make in Plain.yaml_constructors.items() if tag is None or str(tag).rpartition(":")[2] in kinds}
-    resolvers = {key: [r for r in found if not r[0].endswith("timestamp")] for key, found in Plain.yaml_implicit_resolvers.items()}
-    Plain.yaml_constructors, Plain.yaml_implicit_resolvers = made, resolvers
-    try:
-        depth = aliases = 0
-        for event in yaml.parse(text, Plain):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            aliases += isinstance(event, yaml.AliasEvent)
-            if depth > MOST_DEPTH or aliases > MOST_ALIASES:
-                raise ValueError(f"at most {MOST_DEPTH} brackets within each other, and {MOST_ALIASES} references")
-        return yaml.load(text, Plain)
-    except yaml.YAMLError as error:
-        raise ValueError(getattr(error, "problem", None) or "no YAML") from None
 
 
 # ---------------------------------------------------------------- parts by name
@@ -426,9 +396,5 @@ def keep_memory() -> None:
     """Lets large tensors reuse memory. By default glibc takes each from the kernel, page by page, and hands it back:
     filling a batch of 128 images of 224 x 224 took 19 ms so, and 1 ms with this."""
     with contextlib.suppress(OSError, AttributeError):  # another C library
-        libc = ctypes.CDLL(None)
-        for option, value in ((M_MMAP_THRESHOLD, 2**30), (M_TRIM_THRESHOLD, 2**31 - 1)):
-            libc.mallopt(option, value)
-
-
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+        for option, value in ((-3, 2**30), (-1, 2**31 - 1)):  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of glibc's malloc.h
+            ctypes.CDLL(None).mallopt(option, value)

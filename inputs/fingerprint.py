@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from inputs.rows import Split
+from inputs.rows import Split, release, row_blocks
 from inputs.tables import Table
 
 
@@ -34,7 +34,9 @@ def as_read(x: Any, y: np.ndarray) -> str:
         elif part.dtype.kind in "UO":  # with what ends a value: "ab", "c" is not "a", "bc"
             digest.update("".join(f"{value}\0" for value in part.ravel().tolist()).encode())
         else:
-            digest.update(np.ascontiguousarray(part).data)
+            for at in row_blocks(len(part), part[:1].nbytes):  # of a file that may be mapped
+                digest.update(np.ascontiguousarray(part[at]).data)
+                release(part)
     return digest.hexdigest()
 
 

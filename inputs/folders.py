@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from inputs.images import broken
 from inputs.rows import Source
-from utils import BadOption
+from utils import BadOption, warn
 
 IMAGE_FILES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
 
@@ -45,3 +48,24 @@ def _check_name(path: Path, option: str) -> str:
     except UnicodeEncodeError:
         raise BadOption(option, "has a file whose name is not UTF-8", os.fsencode(path).decode("utf-8", "replace")) from None
     return str(path)
+
+
+def readable(source: Source, name: str, skip: bool) -> Source:
+    """Image files that can't be read are found now, not hours later when it is their turn."""
+    parts = [part for part in ("train", "test", "val") if getattr(source, f"x_{part}") is not None]
+    if not (isinstance(source.x_train, np.ndarray) and source.x_train.dtype.kind in "UO"):
+        return source
+    paths = [str(path) for part in parts for path in getattr(source, f"x_{part}")]
+    wrong = broken(paths)
+    if not wrong:
+        return source
+    told = f"{len(wrong):,} of {len(paths):,} images that can't be read, {next(iter(wrong))} ({next(iter(wrong.values()))}) first"
+    if not skip:
+        raise BadOption("dataset", f"has {told}; --skip_broken leaves them out", name)
+    warn(f"skip_broken: {told}; they are left out")
+    kept: dict[str, Any] = {}
+    for part in parts:
+        x, y = np.asarray(getattr(source, f"x_{part}")), np.asarray(getattr(source, f"y_{part}"))
+        whole = np.array([str(path) not in wrong for path in x])
+        kept |= {f"x_{part}": x[whole], f"y_{part}": y[whole]}
+    return replace(source, **kept)

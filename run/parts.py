@@ -27,6 +27,7 @@ from run.pairing import paired
 from run.plugin import digest_of as digest_of_plugin
 from run.provenance import versions
 from run.reading import reading_of
+from run.sizes import check_sizes
 from utils import WARNINGS, BadOption, options_of, say, seed_everything, warn, whole_numbers
 
 ALL = frozenset(FIELDS)
@@ -89,6 +90,7 @@ def warn_of_seen_rows(config: Config, before: Mapping[str, Any]) -> None:
 
 def build_model(config: Config, data: Data, device: torch.device, *, trained: bool = False) -> Classifier:
     """Seeds, then builds backbone and head. `trained`: its weights will come from a checkpoint, not from --pretrained."""
+    check_sizes(config, data, input_shape(config, data))
     seed_everything(config.system.seed, config.system.deterministic)
     options, layers = config.model, config.layers
     spec = models.ModelSpec(

@@ -1,0 +1,62 @@
+"""What a configuration asks of memory, estimated from below before any of it is taken. A size with a few zeros too many is refused with
+its flag; whether a run just fits is not told by this."""
+
+from __future__ import annotations
+
+from classifiers import HEADS
+from config import Config
+from inputs.memory import Room, require_room
+from inputs.rows import Data
+from utils import whole_numbers
+
+FLOAT = 4  # bytes
+DEFAULT_EMBEDDING = 256
+
+
+def check_sizes(config: Config, data: Data, shape: tuple[int, ...]) -> None:
+    """`shape`: of one row as the model reads it. Rows that are ready, and the bank, are not counted: they are no larger than the data."""
+    rooms = [*of_model(config, data, shape), *of_neighbors(config, data)]
+    require_room(*(room for room in rooms if room.size > 0))
+
+
+def of_model(config: Config, data: Data, shape: tuple[int, ...]) -> list[Room]:
+    options, training = config.model, config.training
+    batch = min(training.batch_size, max(len(data.train), 1))
+    side = shape[1] if len(shape) == 3 else 0
+    rooms = [Room("resize", config.data.resize, f"a batch of {batch} images of {side} x {side}", FLOAT * batch * shape[0] * side**2)]
+    if options.model not in ("vit", "mlp"):
+        return rooms
+    depth, width, inner = options.num_layers, options.d_hidden, options.d_mlp
+    tokens = (side // options.patch_size) ** 2 + 1 if side else 1
+    # Weights, and in training their gradients and what the optimizer keeps.
+    copies = FLOAT * (1 if options.freeze_backbone else 3 if training.optimizer == "sgd" else 4)
+    attention = 4 * width**2 if options.model == "vit" else 0
+    seen = 1 if options.freeze_backbone else depth  # layers whose activations are there at one time
+    activations = 2.0 * FLOAT * batch * tokens * width * seen
+    rooms += [
+        Room("d_hidden", width, f"a model of width {width:,}", float(copies) * depth * attention + activations),
+        Room("d_mlp", inner, f"a model with {inner:,} numbers inside its MLPs", 2.0 * copies * depth * width * inner),
+    ]
+    most = max(range(len(rooms)), key=lambda i: rooms[i].size)
+    if most and depth > 1000:  # few models are so deep: it is depth that makes the width large
+        rooms[most] = Room("num_layers", depth, f"a model of {depth:,} blocks", rooms[most].size)
+    if tokens > 100_000:
+        rooms.append(Room("patch_size", options.patch_size, f"attention among {tokens:,} tokens", FLOAT * batch * tokens * width))
+    return rooms
+
+
+def of_neighbors(config: Config, data: Data) -> list[Room]:
+    options = config.head
+    if not HEADS[options.head].wants_bank:
+        return []
+    features = config.model.d_hidden
+    size = features if options.embed_dim == 0 else options.embed_dim or DEFAULT_EMBEDDING
+    batch = min(config.training.batch_size, max(len(data.train), 1))
+    asked = {name: max(whole_numbers(name, getattr(config.evaluation, name)), default=0) for name in ("k_eval", "k_ensemble")}
+    rooms = [Room(name, k, f"{k:,} neighbors", FLOAT * k * size) for name, k in asked.items()]
+    k, of_batch = options.k_train, f"a batch of {batch} rows with {options.k_train:,} neighbors each"
+    return [
+        *rooms,
+        Room("k_train", k, of_batch, FLOAT * batch * k * size),
+        Room("embed_dim", options.embed_dim, f"a projection to {size:,} numbers", 4.0 * FLOAT * size * (features + size)),
+    ]

@@ -1,0 +1,37 @@
+"""Sizes with a few zeros too many end in a line with their flag, before anything is taken or written."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from main import main
+
+TINY = ["--dataset", "fake(train=24, test=8, size=8, classes=3)", "--num_layers", "1", "--num_heads", "1", "--d_hidden", "8"]
+TINY += ["--d_mlp", "8", "--patch_size", "4", "--num_epochs", "1", "--batch_size", "8", "--warmup_epochs", "0"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "flag"),
+    [
+        (["--d_hidden", "100000000"], "--d_hidden"),
+        (["--d_mlp", "1000000000000"], "--d_mlp"),
+        (["--num_layers", "1000000000000"], "--num_layers"),
+        (["--resize", "4000000"], "--resize"),
+        (["--head", "knn", "--k_train", "1000000000000"], "--k_train"),
+        (["--head", "knn", "--k_eval", "999999999"], "--k_eval"),
+        (["--head", "attn-knn", "--embed_dim", "100000000"], "--embed_dim"),
+        (["--dataset", "fake(train=100000000, size=1000)"], "--dataset"),
+        (["--dataset", "fake(size=100000000000)"], "--dataset"),
+    ],
+)
+def test_a_size_beyond_memory_is_one_line(typed, flag, tmp_path: Path, capsys):
+    out, started = tmp_path / "run", time.perf_counter()
+    assert main([*TINY, *typed, "--output_dir", str(out)]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"error: {flag} asks for more memory than the "), last
+    assert "takes about" in last
+    assert not out.exists()
+    assert time.perf_counter() - started < 60

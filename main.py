@@ -138,7 +138,14 @@ def explain(
     show({"what": what, "checkpoint": checkpoint, **shown, **given})
 
 
-COMMANDS: tuple[Callable[..., None], ...] = (list_, probe, explain)
+def check(RUN: Annotated[list[str], typer.Argument(help="runs, or folders of runs", metavar="RUN...")]) -> None:
+    """Are the files of a run as it wrote them? Each is whole, unfinished or damaged; exit code 1 if one is damaged."""
+    from run.verify import check as look
+
+    raise typer.Exit(look(RUN))
+
+
+COMMANDS: tuple[Callable[..., None], ...] = (list_, probe, explain, check)
 
 
 def flags_of(command: Callable[..., None]) -> set[str]:

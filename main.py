@@ -192,7 +192,14 @@ def export(
     write(checkpoint, format, output_dir, plugin)
 
 
-COMMANDS: tuple[Callable[..., Any], ...] = (list_, probe, explain, compare, predict, export)
+def check(RUN: Annotated[list[str], typer.Argument(help="runs, or folders of runs", metavar="RUN...")]) -> int:
+    """Are the files of a run as it wrote them? Each is whole, unfinished or damaged; exit code 1 if one is damaged."""
+    from run.verify import check as look
+
+    return look(RUN)
+
+
+COMMANDS: tuple[Callable[..., Any], ...] = (list_, probe, explain, compare, predict, export, check)
 YES_NO = {"true", "false", "yes", "no", "on", "off"}
 
 

@@ -157,7 +157,17 @@ def unpack_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Ten
     for name, value in {**named, **facts["plain"]}.items():
         number, _, key = name.partition(".")
         state.setdefault(int(number), {})[key] = value
-    groups = [{k: tuple(v) if isinstance(v, list) and k == "betas" else v for k, v in g.items()} for g in facts["groups"]]
+    # NOTE: what steers the steps (rates, decay, betas) follows from the configuration, which is checked; the file's word is not taken.
+    groups = optimizer.state_dict()["param_groups"]
+    if [group["params"] for group in facts["groups"]] != [group["params"] for group in groups]:
+        raise ValueError("the groups of the optimizer are others")
+    parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+    for number, entry in state.items():
+        for key, value in entry.items():
+            if isinstance(value, Tensor) and value.dim() and value.shape != parameters[number].shape:
+                raise ValueError(f"{key} of the optimizer is of another shape than its parameter")
+            if not isinstance(value, Tensor | int | float | None):
+                raise TypeError(f"{key} of the optimizer is no number")
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 

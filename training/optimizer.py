@@ -80,7 +80,7 @@ class Schedule:
         return dict(self.plateau)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.plateau.update(state)
+        self.plateau = {"factor": float(state["factor"]), "best": float(state["best"]), "stale": int(state["stale"])}
 
 
 class DropoutRamp:

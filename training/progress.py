@@ -119,7 +119,8 @@ class Log:
     def start(self, lines: list[dict[str, Any]], done: int) -> None:
         """Metrics as they stood after `done` epochs. `lines` of the checkpoint: it is saved before a line is written, so that a kill
         may have kept the file from getting the last one, or all of it."""
-        kept = {line["epoch"]: line for line in (*read_lines(self.path), *lines) if line["epoch"] <= done}
+        known = (*read_lines(self.path), *(line for line in lines if is_line(line)))
+        kept = {line["epoch"]: line for line in known if line["epoch"] <= done}
         content = "".join(json.dumps(kept[epoch]) + "\n" for epoch in sorted(kept)).encode()
         if self.owner is not None:
             self.owner.claim([self.path])
@@ -176,9 +177,21 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     for line in text.split("\n"):
         with contextlib.suppress(ValueError, RecursionError):
             values = json.loads(line)
-            if isinstance(values, dict) and type(values.get("epoch")) is int:
+            if is_line(values):
                 found.append(values)
     return found
+
+
+def is_line(values: Any) -> bool:
+    """Whether this is what an epoch writes, as far as others read it."""
+    if not isinstance(values, dict) or type(values.get("epoch")) is not int or not isinstance(values.get("train"), dict):
+        return False
+    val, spread = values.get("val"), values.get("embeddings", {"cosine_between_classes": 0, "effective_rank": 0})
+    scored = val is None or (isinstance(val, dict) and {"accuracy", "nll"} <= set(val))
+    if not scored or not isinstance(spread, dict) or not {"cosine_between_classes", "effective_rank"} <= set(spread):
+        return False
+    numbers = [values.get("lr"), values.get("seconds"), *values["train"].values(), *(val or {}).values(), *spread.values()]
+    return all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers)
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,7 @@ from config import Config
 from training import checkpoint
 from training.checkpoint import Checkpoints
 from training.optimizer import Average, DropoutRamp, Schedule, make_optimizer
-from utils import Diverged
+from utils import Diverged, understood
 
 
 @dataclass
@@ -36,6 +37,20 @@ class Place:
     stale: int = 0  # epochs since
     seconds: float = 0.0
 
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Place:
+        """As a checkpoint says it; a value of another kind is refused."""
+        place = cls(**values)
+        counts = (place.epoch, place.batch, place.updates, place.rows, place.loss_rows, place.best_epoch, place.stale)
+        numbers = (place.grad_norm, place.top_accuracy, place.seconds, *place.losses.values())
+        if not all(type(count) is int and count >= 0 for count in counts) or not all(_is_number(number) for number in numbers):
+            raise TypeError("the place has counts or numbers that are none")
+        if place.best is not None and not (all(map(_is_number, place.best.values())) and {"accuracy", "nll"} <= set(place.best)):
+            raise TypeError("the scores of the best epoch are none")
+        if (place.loss_rows > 0) != bool(place.losses):
+            raise ValueError("the losses are of no rows")
+        return place
+
     def mean_losses(self) -> dict[str, float]:
         return {name: total / self.loss_rows for name, total in self.losses.items()}
 
@@ -44,12 +59,16 @@ class Place:
         self.best_epoch, self.best, self.stale = (self.epoch, scores, 0) if better else (self.best_epoch, self.best, self.stale + 1)
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 class TrainingState:
     """Everything that training changes: weights, their average, optimizer, schedule, loss scale, bank, place."""
 
     def __init__(self, config: Config, model: Classifier, batches_per_epoch: int, device: torch.device) -> None:
         self.options, self.seed, self.model = config.training, config.system.seed, model
-        self.place = Place()
+        self.place, self.batches = Place(), batches_per_epoch
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.optimizer = make_optimizer(self.options, model)
         self.schedule = Schedule(self.options, self.optimizer, math.ceil(batches_per_epoch / self.options.accumulate))
@@ -111,14 +130,21 @@ class TrainingState:
         return {"model": self.averaged.state_dict()} | banks, facts | bank_facts
 
     def load(self, checkpoints: Checkpoints) -> None:
+        with understood("checkpoint", str(checkpoints.last)):
+            self._load(checkpoints)
+
+    def _load(self, checkpoints: Checkpoints) -> None:
         tensors, facts = checkpoints.load_last()
         training: dict[str, Any] = facts["training"]
+        place = Place.of(training["place"])
+        if place.epoch != facts["epoch"] or not 0 <= place.batch <= self.batches:
+            raise ValueError("the place is in no epoch of this run")
         self.model.load_state_dict(tensors["model"])
         if self.ema is not None:
             self.ema.load_state_dict(tensors["ema"])
         checkpoint.unpack_optimizer(self.optimizer, tensors["training"], training["optimizer"])
         self.schedule.load_state_dict(training["schedule"])
         self.scaler.load_state_dict(training["scaler"])
-        vars(self.place).update(training["place"])
+        vars(self.place).update(vars(place))
         self.bank = Bank.unpack(tensors["bank"], facts["bank"]) if "bank" in tensors else None
         checkpoint.unpack_rng(tensors["training"], training["random"])  # last: nothing after it draws

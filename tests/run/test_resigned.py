@@ -1,0 +1,158 @@
+"""A stranger's checkpoint: signed again after an edit, it ends in one line or is what it says; it reads and writes nowhere else."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from config import Action
+from inputs import files, indexed, store
+from inputs.indexed import INDEX
+from main import main
+from run.run import run
+from tests.run.test_run import TINY
+from utils import Stopped
+
+pytestmark = pytest.mark.usefixtures("without_a_stopwatch")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    with pytest.raises(Stopped):
+        run({**TINY, "num_epochs": 2, "head": "linear+knn", "k_train": 3, "output_dir": str(folder)}, Action(stop_after=1))
+    return folder
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "run"))
+
+
+def sign(folder: Path, body: dict[str, Any]) -> None:
+    indexed.write_index(folder, body)
+
+
+STRANGE: tuple[Any, ...] = (None, True, -1, 0, 7, -0.5, float("nan"), float("inf"), "", "x", "../x", [], [1, "a"], {}, {"a": None})
+
+
+def places(value: Any, way: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every place in nested JSON; of a long list, the first two."""
+    found = [way] if way else []
+    inside = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
+    return found + [place for key, item in inside for place in places(item, (*way, key))]
+
+
+def edited(body: dict[str, Any], draws: random.Random) -> tuple[str, dict[str, Any]]:
+    """One value replaced by a strange one, or gone."""
+    body = copy.deepcopy(body)
+    way = draws.choice(places(body["facts"] if draws.random() < 0.9 else body["files"]))
+    owner: Any = body["facts"] if way[0] in body["facts"] else body["files"]
+    for key in way[:-1]:
+        owner = owner[key]
+    value = draws.choice(STRANGE)
+    if draws.random() < 0.15:
+        del owner[way[-1]]
+    else:
+        owner[way[-1]] = value
+    return f"{'/'.join(map(str, way))} = {value!r}", body
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_an_edit_that_is_signed_again_is_one_line_or_a_run(seed: int, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    draws = random.Random(seed)
+    name, words = [("best", ["--test_only", "--checkpoint"]), ("last", ["--stop_after", "2", "--resume"])][seed % 2]
+    where = folder / "checkpoints" / name
+    what, body = edited(indexed.read_index(where), draws)
+    sign(where, body)
+    code = main([*words, str(folder)])
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert code in (0, 2), (what, errors)
+    assert len(errors) == (code == 2), what
+
+
+# ---------------------------------------------------------------- nowhere else
+
+
+@pytest.mark.parametrize("name", ["../../secret.safetensors", "/dev/zero", "..", "a/b.safetensors", "", 7, None])
+def test_an_index_names_files_of_its_own_folder(name: Any, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    best = folder / "checkpoints" / "best"
+    body = indexed.read_index(best)
+    shutil.copy(best / body["files"]["model"]["file"], tmp_path / "secret.safetensors")
+    body["files"]["model"]["file"] = name
+    sign(best, body)
+    assert main(["--test_only", "--checkpoint", str(folder)]) == 2
+    assert "must name files of its own folder" in capsys.readouterr().err
+
+
+def test_symlinks_devices_and_pipes_are_not_read(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    best = folder / "checkpoints" / "best"
+    model = best / indexed.read_index(best)["files"]["model"]["file"]
+    model.rename(tmp_path / "moved")
+    for make, why in (
+        (lambda: model.symlink_to(tmp_path / "moved"), "is a symlink"),
+        (lambda: model.symlink_to("/dev/zero"), "is a symlink"),
+        (lambda: os.mkfifo(model), "is no regular file"),
+        (lambda: model.write_bytes((tmp_path / "moved").read_bytes() + b"x"), "bytes, not "),
+    ):
+        make()
+        assert main(["--test_only", "--checkpoint", str(folder)]) == 2
+        assert f"{model.name} " in (said := capsys.readouterr().err)
+        assert why in said
+        model.unlink()
+    (best / INDEX).rename(tmp_path / "index")
+    os.mkfifo(best / INDEX)
+    assert main(["--test_only", "--checkpoint", str(folder)]) == 2
+
+
+def test_a_length_is_looked_at_before_a_file_is_read(tmp_path: Path) -> None:
+    with (tmp_path / "hollow").open("wb") as file:
+        file.truncate(1 << 50)  # a petabyte of nothing
+    with pytest.raises(files.Unfit, match=r"has 1,125,899,906,842,624 bytes, and at most"):
+        files.read_plain(tmp_path / "hollow", files.memory())
+    with pytest.raises(files.Unfit, match=r"bytes, not 3"):
+        files.read_plain(tmp_path / "hollow", 1 << 60, 3)
+
+
+def test_a_folder_that_a_checkpoint_names_is_not_written_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor are data downloaded to it; that it is read from is said."""
+    rng = np.random.default_rng(0)
+    y = np.arange(60) % 3
+    np.savez(tmp_path / "rows.npz", x_train=rng.normal(size=(60, 5)), y_train=y, x_test=rng.normal(size=(20, 5)), y_test=y[:20])
+    small = {"dataset": f"npz:{tmp_path / 'rows.npz'}", "num_epochs": 1, "freeze_backbone": True, "d_hidden": 6, "d_mlp": 7}
+    out = tmp_path / "run"
+    run({**small, "output_dir": str(out)}, Action())
+    far = tmp_path / "far"
+    best = out / "checkpoints" / "best"
+    tensors, facts = store.load(best)
+    store.save(best, tensors, {**facts, "config": {**facts["config"], "feature_cache": str(far), "output_dir": str(far)}})
+    capsys.readouterr()
+    assert main(["--test_only", "--checkpoint", str(out), "--noise", "0"]) == 0
+    assert not far.exists()
+    assert f"feature_cache: {far} is read, as the run names it (nothing is written there)" in capsys.readouterr().err
+    store.save(best, tensors, {**facts, "config": {**facts["config"], "dataset": "cifar10", "data_path": str(far)}})
+    assert main(["--test_only", "--checkpoint", str(out)]) == 2
+    assert "data_path must hold" in capsys.readouterr().err
+    assert not far.exists()
+
+
+def test_a_damaged_tensor_file_that_is_signed_again_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    best = folder / "checkpoints" / "best"
+    body = indexed.read_index(best)
+    content = b"\xff" * 64 + torch.zeros(3).numpy().tobytes()
+    entry = body["files"]["model"]
+    (best / entry["file"]).write_bytes(content)
+    entry |= {"sha256": files.sha256_of_bytes(content), "size": len(content)}
+    sign(best, body)
+    assert main(["--test_only", "--checkpoint", str(folder)]) == 2
+    assert f"{entry['file']} is no safetensors file" in capsys.readouterr().err
+    assert json.loads((best / INDEX).read_text())["files"] == body["files"]

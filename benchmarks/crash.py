@@ -297,8 +297,8 @@ def all_tries(bench: Bench, kills: int, seed: int, *, mounted: bool) -> None:
         bench.kill_at_random(draws.uniform(0, bench.seconds))
     for _ in range(shares[2]):
         bench.kill_twice(draws.randint(1, total), draws.randint(1, total))
-    step = 4096 if kills >= 100 else bench.bytes // 4
-    for size in range(0, bench.bytes + step, max(step, bench.bytes // 60)):
+    step = 4096 if kills >= 100 else bench.bytes // 2
+    for size in range(0 if kills >= 100 else step, bench.bytes + step, max(step, bench.bytes // 60)):
         bench.full_disk(size, mounted)
     for kinds in (("begin", "begin"), ("resume", "resume"), ("begin", "resume"), ("resume", "begin")):
         for at in spread(total // (2 if "resume" in kinds else 1), max(2, kills // 20)):
@@ -322,7 +322,7 @@ def main() -> int:
     bench = Bench(place)
     size = f"{bench.operations} file operations, {bench.bytes:,} bytes, {bench.seconds:.1f} s"
     print(f"torch {torch.__version__}; a run has {size}; seed {arguments.seed}", flush=True)
-    all_tries(bench, 8 if arguments.quick else arguments.kills, arguments.seed, mounted=can_mount())
+    all_tries(bench, 4 if arguments.quick else arguments.kills, arguments.seed, mounted=can_mount())
     print(bench.table)
     if not bench.table.faults:
         shutil.rmtree(place)

@@ -51,8 +51,8 @@ def neighbors(options: dict[str, Any]) -> None:
     tally = votes.tally(test, target, predicted)
     header = header_of(loaded, votes, picked) | {"shown": shown, "test": summary(tally, predicted == target, probability)}
 
-    make_folder(folder)
     path = folder / f"explain-neighbors-{picked.name}.png"
+    make_folder(folder, *(path.with_suffix(end).name for end in (".png", ".txt", ".json")))
     written = f"{path}, and beside it as .txt and .json"
     if loaded.data.kind == "table":
         written = f"{path.with_suffix('.txt')}, and beside it as .json; no picture: the rows of a table are no images"

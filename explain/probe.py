@@ -35,7 +35,7 @@ def run_probe(ks: str, checkpoint: str | None, pretrained: str, mode: str, outpu
         raise BadOption("checkpoint" if checkpoint else "model", f"can't be probed ({error})") from None
     text = table(rows, mode)
     print(text)
-    make_folder(folder)
+    make_folder(folder, "probe.json", "probe.png")
     store.write_json(folder / "probe.json", [dataclasses.asdict(row) for row in rows])
     draw(rows, folder / "probe.png")
     say(f"written to {folder / 'probe.json'} and {folder / 'probe.png'}")

@@ -19,7 +19,7 @@ from inputs.batches import Batches
 from inputs.images import eight_bit
 from inputs.rows import Data, Split
 from run.complete import complete
-from run.directory import check_writable
+from run.directory import check_writable, list_files
 from run.loaded import Loaded, load
 from run.parts import build_model, choose_device, load_data, loader, with_published_normalization
 from run.plugin import load_plugin
@@ -67,9 +67,14 @@ def read_published(given: Mapping[str, Any], pretrained: str) -> Loaded:
     return Loaded(config, with_published_normalization(config, data), model, device, {}, None, None, Path())
 
 
-def make_folder(folder: Path) -> None:
+def make_folder(folder: Path, *names: str) -> None:
+    """For files of these names, which become a run's own if it is one; a symlink in the place of one is not followed."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        list_files(folder, names)
+        for path in (folder / name for name in names):
+            if path.is_symlink():
+                path.unlink()
     except OSError as error:
         raise BadOption("output_dir", f"must be a directory that can be written ({error.strerror})", str(folder)) from None
 

@@ -45,8 +45,8 @@ def tokens(options: dict[str, Any]) -> None:
     here, over = Locality(grid), locality_of_test(loaded, grid, K)
     here.add(depths)
 
-    make_folder(folder)
     path = folder / f"explain-tokens-{picked.name}.png"
+    make_folder(folder, *(path.with_suffix(end).name for end in (".png", ".txt", ".json")))
     draw_tokens(path, pixels=pixels, title=picked.title, grid=grid, depths=depths, columns=columns, queries=queries, heads=heads)
     text = _table(picked, depths, here, over, columns, heads)
     path.with_suffix(".txt").write_text(text + "\n")

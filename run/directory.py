@@ -262,6 +262,14 @@ def opened(folder: Path, flag: str = "resume") -> Iterator[RunDirectory]:
         yield directory
 
 
+def list_files(folder: Path, names: Iterable[str]) -> None:
+    """Files that a command adds to a run, such as pictures, become the run's own. Not while another process writes it."""
+    if read_marker(folder) is None:
+        return
+    with contextlib.suppress(BadOption, OSError), opened(folder, "output_dir") as directory:
+        directory.claim([folder / name for name in names])
+
+
 def adopt(directory: RunDirectory, config: Mapping[str, Any], run: str | None) -> None:
     """A marker for a run that has none: it was begun before there were any. `run`: its id, if its checkpoint has one."""
     if read_marker(directory.path) is not None:

@@ -192,11 +192,11 @@ def export(
     write(checkpoint, format, output_dir, plugin)
 
 
-def check(RUN: Annotated[list[str], typer.Argument(help="runs, or folders of runs", metavar="RUN...")]) -> None:
+def check(RUN: Annotated[list[str], typer.Argument(help="runs, or folders of runs", metavar="RUN...")]) -> int:
     """Are the files of a run as it wrote them? Each is whole, unfinished or damaged; exit code 1 if one is damaged."""
     from run.verify import check as look
 
-    raise typer.Exit(look(RUN))
+    return look(RUN)
 
 
 COMMANDS: tuple[Callable[..., Any], ...] = (list_, probe, explain, compare, predict, export, check)
@@ -276,10 +276,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     with interruptible() as signals:
         code = _run(words)
-    return fail(f"stopped by {signals[-1].name}", signals[-1].exit_code) if code == STOPPED else code
+    return fail(f"stopped by {signals[-1].name}", signals[-1].exit_code) if code == INTERRUPTED else code
 
 
-STOPPED = 130  # Typer's word for Ctrl-C
+INTERRUPTED = -1  # by a signal, with nothing said yet
 
 
 def _run(words: list[str]) -> int:
@@ -289,14 +289,15 @@ def _run(words: list[str]) -> int:
         if text is not None:
             print(text)
             return 0
-        return build_app()(args=words, standalone_mode=False) or 0
+        code = build_app()(args=words, standalone_mode=False) or 0
+        return INTERRUPTED if code == 130 else code  # Typer's word for Ctrl-C
     except BadOption as error:
         return fail(f"--{error}" if error.option in OPTIONS else str(error))
     except Halt as halt:
         say(str(halt))
         return halt.exit_code
     except KeyboardInterrupt:
-        return STOPPED
+        return INTERRUPTED
     except OSError as error:  # a full disk, a lost network drive: what was saved before is whole
         return fail(f"{error.strerror or error}: {error.filename or ''}", 1)
     except Exception as error:

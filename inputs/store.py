@@ -51,6 +51,8 @@ def stage(
     folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], facts: Mapping[str, Any], owner: Owner | None = None
 ) -> dict[str, Any]:
     """The files of a new content, beside those of the old one, which stays; its index, for `commit`."""
+    if owner is not None:  # first: it knows whether the run is still there
+        owner.claim([folder / INDEX])
     os.makedirs(folder, exist_ok=True)
     entries: dict[str, dict[str, Any]] = {}
     written: dict[Path, Path] = {}
@@ -61,7 +63,7 @@ def stage(
             entries[group] = {"file": f"{group}-{digest[:12]}.safetensors", "sha256": digest, "size": len(content)}
             written[folder / entries[group]["file"]] = files.write_temporary(folder, content)
         if owner is not None:
-            owner.claim([*written, folder / INDEX])
+            owner.claim(written)
         for path, temporary in written.items():
             os.replace(temporary, path)  # also over one of that name: it may have been damaged since
     except BaseException:

@@ -96,6 +96,7 @@ def marker_of(config: Config) -> dict[str, Any]:
 def start(parts: Parts, directory: RunDirectory, action: flags.Action) -> dict[str, Any]:
     """`action` may be to resume a run that was stopped before its first checkpoint."""
     with watched(directory):
+        directory.delete(ERROR)
         directory.write("config.yaml", flags.to_yaml(parts.config))
         write_command(directory)
         directory.write("model.txt", f"{parts.model}\n")

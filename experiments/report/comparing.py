@@ -175,9 +175,7 @@ def against_cost(material: Material, key: str, title: str, unit: str, less: bool
         axes = figure.add_subplot()
         axes.plot([points[i][0] for i in front], [points[i][1] for i in front], color=TEXT, linewidth=0.8, alpha=0.6, linestyle=(0, (4, 2)))
         handles = []
-        for i, arm in enumerate(arms):
-            x, y = points[i]
-            low, high = bounds[i]
+        for i, ((x, y), (low, high)) in enumerate(zip(points, bounds, strict=True)):
             axes.plot([x, x], [low, high], color=mark_of(i)["color"], linewidth=0.8, alpha=0.7)
             handles += axes.plot([x], [y], markersize=5.5, gid=series(i), **mark_of(i))
         costs = [c for c, _ in points]

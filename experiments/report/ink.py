@@ -51,6 +51,7 @@ STYLE: Any = {
     "axes.facecolor": "none",
     "savefig.facecolor": "none",
     "legend.frameon": False,
+    "image.composite_image": False,
     "text.parse_math": False,  # a name with dollars is no formula
     "pdf.fonttype": 42,
     "ps.fonttype": 42,
@@ -114,9 +115,7 @@ def _svg(figure: Figure, fonts: str) -> str:
 
 def for_page(svg: str, picture: Picture) -> str:
     """SVG inside HTML: ids of its own, the page's text color, words for who can't see it; no request and no prolog."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<!--.*?-->", "", svg, flags=re.DOTALL).replace("xlink:href", "href")
-    svg = re.sub(r'\s+xmlns(:\w+)?="[^"]*"', "", svg)
+    svg = re.sub(r"<!--.*?-->", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     used = set(re.findall(r'href="#([^"]+)"', svg)) | set(re.findall(r"url\(#([^)]+)\)", svg))
 
     def named(match: re.Match[str]) -> str:
@@ -125,12 +124,16 @@ def for_page(svg: str, picture: Picture) -> str:
             return f' data-series="{series[1]}"'
         return f' id="{picture.name}-{found}"' if found in used else ""
 
-    svg = re.sub(r' id="([^"]*)"', named, svg)
-    svg = re.sub(r'(href="#|url\(#)', lambda m: f"{m[1]}{picture.name}-", svg)
-    svg = svg.replace(TEXT, "currentColor")
-    # Numbers as fine as a screen can show, and no blank lines: half the size.
-    svg = re.sub(r"(\d+\.\d\d)\d+", r"\1", svg)
-    svg = re.sub(r"\n\s*", "\n", svg)
+    def inside(tag: re.Match[str]) -> str:
+        """NOTE: only in tags: between them are words and numbers that are read."""
+        if "base64," in tag[0]:
+            return re.sub(r"\s+", " ", tag[0].replace("base64,\n", "base64,")).replace("xlink:href", "href")
+        found = re.sub(r'\s+xmlns(:\w+)?="[^"]*"', "", tag[0]).replace("xlink:href", "href")
+        found = re.sub(r'(href="#|url\(#)', lambda m: f"{m[1]}{picture.name}-", re.sub(r' id="([^"]*)"', named, found))
+        # Numbers as fine as a screen can show, and no blank lines: half the size.
+        return re.sub(r"\s+", " ", re.sub(r"(\d+\.\d\d)\d+", r"\1", found.replace(TEXT, "currentColor")))
+
+    svg = re.sub(r"\n\s*", "\n", re.sub(r"<[^>]+>", inside, svg))
     box = re.search(r'viewBox="[^"]*"', svg)
     title, about = escape(plain(picture.title)), escape(plain(picture.about))
     words = f'<title id="{picture.name}-title">{title}</title><desc id="{picture.name}-desc">{about}</desc>'

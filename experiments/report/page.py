@@ -166,7 +166,7 @@ def figure(picture: Picture, drawn: Drawn) -> str:
     return (
         f'<figure id="{name}"><figcaption><h3>{title}<a class="anchor" href="#{name}" aria-label="Link to: {title}">#</a></h3>'
         f'<p>{text(picture.about)}</p></figcaption><div class="drawing"{hover} role="group" aria-label="{title}{keys}">{drawn.page}</div>'
-        f"<details><summary>Data: {title}</summary>{data_table(name, title, picture.table)}"
+        f"<details><summary>Data<span class="unseen">: {title}</span></summary>{data_table(name, title, picture.table)}"
         f'<button class="plain" type="button" data-csv="{name}">CSV</button></details></figure>'
     )
 
@@ -238,8 +238,8 @@ def data_of(material: Material, sections: Iterable[Section]) -> dict[str, Any]:
         tables[name] = {"headings": list(table.headings), "rows": [list(row) for row in table.rows]}
     for section in sections:
         for picture, _ in section.drawn:
-            table = {"headings": list(picture.table.headings), "rows": [list(row) for row in picture.table.rows]}
-            tables[picture.name] = {"title": picture.title, **table, "series": list(picture.series)}
+            body = {"headings": list(picture.table.headings), "rows": [list(row) for row in picture.table.rows]}
+            tables[picture.name] = {"title": picture.title, **body, "series": list(picture.series)}
     kept = ("test", "test_calibrated", "warnings", "epoch", "versions", "git", "data")
     runs = [
         {"name": r.name, "arm": r.arm, "seed": r.seed, "state": r.state, "error": r.error, "run": str(r.folder), "config": r.config}

@@ -114,10 +114,8 @@ def neighbors(run: Run, loaded: Any, said: Answers, number: int) -> Picture:
         words = f"{kind}: {cut(case.true or '', 16)}, predicted {cut(case.predicted, 16)} ({case.probability:.0%})"
         cases.append(Case(kind, row, words, small(pixels_of(loaded.data, x)), near))
         true = classes[said.label[row]]
-        rows += [
-            (kind, row, true, case.predicted, round(100 * case.probability, 2), i, n.row, n.label, round(100 * n.weight, 2), n.squared_distance)
-            for i, (n, _) in enumerate(near, 1)
-        ]
+        first = (kind, row, true, case.predicted, round(100 * case.probability, 2))
+        rows += [(*first, i, n.row, n.label, round(100 * n.weight, 2), n.squared_distance) for i, (n, _) in enumerate(near, 1)]
     heads = ["kind", "test row", "true class", "predicted", "probability (%)", "neighbor", "training row", "its class"]
     heads += ["weight (%)", "squared distance"]
     about = (
@@ -197,8 +195,8 @@ def tokens(run: Run, loaded: Any, said: Answers, number: int) -> Picture:
     heads = ("depth", "layer", "patch that reads", "patch that is read", "weight (%)")
     true = loaded.data.classes[said.label[row]]
     about = (
-        f"{cut(run.name, 200)}: test row {row}, class {cut(true, 60)}. Each row is a patch that reads (framed), each column a depth; the area "
-        "of a dot is the attention weight of the patch under it, mean over heads."
+        f"{cut(run.name, 200)}: test row {row}, class {cut(true, 60)}. Each row is a patch that reads (framed), each column a depth; "
+        "the area of a dot is the attention weight of the patch under it, mean over heads."
     )
     tall = min(2.0, max(0.5, grid.height / grid.width))
     titles = [f"depth {c + 1} of {len(depths)}" for c in columns]

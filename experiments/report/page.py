@@ -166,7 +166,7 @@ def figure(picture: Picture, drawn: Drawn) -> str:
     return (
         f'<figure id="{name}"><figcaption><h3>{title}<a class="anchor" href="#{name}" aria-label="Link to: {title}">#</a></h3>'
         f'<p>{text(picture.about)}</p></figcaption><div class="drawing"{hover} role="group" aria-label="{title}{keys}">{drawn.page}</div>'
-        f"<details><summary>Data<span class="unseen">: {title}</span></summary>{data_table(name, title, picture.table)}"
+        f'<details><summary>Data<span class="unseen">: {title}</span></summary>{data_table(name, title, picture.table)}'
         f'<button class="plain" type="button" data-csv="{name}">CSV</button></details></figure>'
     )
 

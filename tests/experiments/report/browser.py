@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-ARGUMENTS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--disable-background-networking"]
+ARGUMENTS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
 
 
 class Browser:

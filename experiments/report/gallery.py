@@ -62,7 +62,8 @@ def pictures(material: Material, given: Mapping[str, str]) -> Gallery:
             lines.append(f"{arm}: the model can't be asked: {type(error).__name__}: {shortened(error, 200)}")
     if not arms:
         lines.append("No run has finished.")
-    return Gallery(tuple(found), tuple(lines))
+    found.sort(key=lambda picture: picture.name.partition("-")[0])
+    return Gallery(found, lines)
 
 
 def asked(run: Run, said: Answers, number: int, given: Mapping[str, str], lines: list[str]) -> list[Picture]:
@@ -219,12 +220,12 @@ def draw_tokens(
             row, column = np.divmod(np.arange(len(weight)), grid.width)
             x, y = left + (column + 0.5) / grid.width, top + (row + 0.5) / grid.height * tall
             seen = weight > 0.002
-            area = np.clip(weight[seen] / max(float(weight.max()), 1e-9), 0, 1) * (0.8 * one / grid.width) ** 2
+            area = np.clip(weight[seen] / max(float(weight.max()), 1e-9), 0, 1) * (0.6 * one / grid.width) ** 2
             axes.scatter(x[seen], y[seen], s=area, color="#ff8c1a", edgecolors="black", linewidths=0.4, alpha=0.9)
             place = left + query[1] / grid.width, top + query[0] / grid.height * tall
-            frame = {"fill": False, "linewidth": 1.6}
-            axes.add_patch(Rectangle(place, 1 / grid.width, tall / grid.height, edgecolor="white", **frame))
-            axes.add_patch(Rectangle(place, 1 / grid.width, tall / grid.height, edgecolor=COLORS[0], linestyle=(0, (2, 1)), **frame))
+            for color, line in (("white", "-"), (COLORS[0], (0, (2, 1)))):  # seen on bright and dark patches
+                frame = Rectangle(place, 1 / grid.width, tall / grid.height, fill=False, edgecolor=color, linestyle=line, linewidth=1.6)
+                axes.add_patch(frame)
     for j, title in enumerate(titles):
         axes.text(j * 1.08 + 0.5, 0.14, title, ha="center", va="center", fontsize=7)
     axes.set(xlim=(-0.02, len(titles) * 1.08 - 0.06), ylim=(0.3 + len(queries) * (tall + 0.12), 0), aspect="equal")

@@ -165,9 +165,9 @@ def figure(picture: Picture, drawn: Drawn) -> str:
     hover = f' data-of="{name}" tabindex="0"' if picture.series else ""
     return (
         f'<figure id="{name}"><figcaption><h3>{title}<a class="anchor" href="#{name}" aria-label="Link to: {title}">#</a></h3>'
-        f'<p>{text(picture.about)}</p></figcaption><div class="drawing"{hover} role="group" aria-label="{title}{keys}">{drawn.page}</div>'
+        f'<p>{text(picture.about)}</p></figcaption><div><div class="drawing"{hover} role="group" aria-label="{title}{keys}">{drawn.page}</div>'
         f'<details><summary>Data<span class="unseen">: {title}</span></summary>{data_table(name, title, picture.table)}'
-        f'<button class="plain" type="button" data-csv="{name}">CSV</button></details></figure>'
+        f'<button class="plain" type="button" data-csv="{name}">CSV</button></details></div></figure>'
     )
 
 
@@ -211,6 +211,8 @@ def run_details(number: int, run: Run, base: Run | None) -> str:
 def configuration(run: Run, base: Run | None) -> str:
     theirs = base.config if base is not None and base is not run else None
     rows, ours = [], run.config
+    if not ours:
+        return "<p>It has written no configuration.</p>"
     names = list(dict.fromkeys([*ours, *(theirs or {})]))
     for name in names:
         value = told(ours.get(name, "no effect here"))

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from experiments.metrics import Answers
-from experiments.report.ink import COLORS, TEXT, Picture, Table, cut
+from experiments.report.ink import COLORS, TEXT, WIDTH, Picture, Table, cut
 from experiments.report.material import Material, Run
 from utils import BadOption, shortened
 
@@ -21,6 +21,7 @@ EACH, NEAR = 2, 5  # queries of a kind, and neighbors of each
 SIDE = 56  # pixels of an image in a page of many
 INCH = 0.53  # of a small image
 QUERIES, DEPTHS, PATCHES = 3, 4, 9
+SIZES = 8  # of dots
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,7 @@ def tokens(run: Run, loaded: Any, said: Answers, number: int) -> Picture:
     tall = min(2.0, max(0.5, grid.height / grid.width))
     titles = [f"depth {c + 1} of {len(depths)}" for c in columns]
     draw = partial(draw_tokens, image=small(pixels), grid=grid, queries=queries, weights=weights, titles=titles, tall=tall)
-    height = (len(queries) * (tall + 0.12) + 0.4) * 3.4 / (len(columns) * 1.08)
+    height = (len(queries) * (tall + 0.12) + 0.4) * WIDTH / (len(columns) * 1.08)
     title = f"What patches read: {cut(run.name, 80)}"
     return Picture(name=f"tokens-{number}", title=title, about=about, table=Table(heads, rows), draw=draw, height=height)
 
@@ -212,20 +213,25 @@ def draw_tokens(
 ) -> None:
     """Dots on the image, which stays to be seen between them."""
     axes = figure.add_subplot()
-    one = 3.4 * 72 / (len(titles) * 1.08)  # points of a picture's width
+    dots: list[list[tuple[float, float]]] = [[] for _ in range(SIZES + 1)]  # by size: a page has room for a few shapes, not for each dot
     for i, (query, of_depths) in enumerate(zip(queries, weights, strict=True)):
         for j, weight in enumerate(of_depths):
             left, top = j * 1.08, 0.3 + i * (tall + 0.12)
             axes.imshow(image, extent=(left, left + 1, top + tall, top), interpolation="none", aspect="auto")
             row, column = np.divmod(np.arange(len(weight)), grid.width)
-            x, y = left + (column + 0.5) / grid.width, top + (row + 0.5) / grid.height * tall
-            seen = weight > 0.002
-            area = np.clip(weight[seen] / max(float(weight.max()), 1e-9), 0, 1) * (0.6 * one / grid.width) ** 2
-            axes.scatter(x[seen], y[seen], s=area, color="#ff8c1a", edgecolors="black", linewidths=0.4, alpha=0.9)
+            size = np.ceil(SIZES * np.sqrt(weight / max(float(weight.max()), 1e-9))).astype(int)
+            for patch in np.flatnonzero(size > 1).tolist():  # the least are too small to be seen
+                dots[size[patch]].append((left + (column[patch] + 0.5) / grid.width, top + (row[patch] + 0.5) / grid.height * tall))
             place = left + query[1] / grid.width, top + query[0] / grid.height * tall
             for color, line in (("white", "-"), (COLORS[0], (0, (2, 1)))):  # seen on bright and dark patches
                 frame = Rectangle(place, 1 / grid.width, tall / grid.height, fill=False, edgecolor=color, linestyle=line, linewidth=1.6)
                 axes.add_patch(frame)
+    largest = 0.75 * WIDTH * 72 / (len(titles) * 1.08 * grid.width)  # points
+    for size, places in enumerate(dots):
+        if places:
+            x, y = zip(*places, strict=True)
+            (points,) = axes.plot(x, y, marker="o", linestyle="none", color="#ff8c1a")
+            points.set(markersize=largest * size / SIZES, markeredgecolor="black", markeredgewidth=0.4)
     for j, title in enumerate(titles):
         axes.text(j * 1.08 + 0.5, 0.14, title, ha="center", va="center", fontsize=7)
     axes.set(xlim=(-0.02, len(titles) * 1.08 - 0.06), ylim=(0.3 + len(queries) * (tall + 0.12), 0), aspect="equal")

@@ -65,7 +65,9 @@
     return /[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
   };
   const csv = (name) => {
-    const { headings, rows } = data.tables[name];
+    const { headings, columns } = data.tables[name];
+    const values = columns.map((column) => (column.words ? column.at.map((number) => column.words[number]) : column));
+    const rows = values.length ? values[0].map((_, row) => values.map((column) => column[row])) : [];
     return [headings, ...rows].map((row) => row.map(cell).join(",")).join("\n") + "\n";
   };
   for (const button of all("button[data-csv]")) button.addEventListener("click", () => save(`${button.dataset.csv}.csv`, "text/csv", csv(button.dataset.csv)));

@@ -19,7 +19,7 @@ from experiments.sentences import sentence
 from experiments.summary import notes, shares_lines
 
 HERE = Path(__file__).parent
-MOST_ROWS = 200  # of a figure's data that stand in the page as a table; the rest is in its JSON and CSV
+MOST_ROWS = 100  # of a figure's data that stand in the page as a table; the rest is in its JSON and CSV
 
 
 @dataclass(frozen=True)
@@ -163,9 +163,10 @@ def figure(picture: Picture, drawn: Drawn) -> str:
     name, title = picture.name, text(picture.title)
     keys = f": arrow keys go through {len(picture.series)} lines or marks" if picture.series else ""
     hover = f' data-of="{name}" tabindex="0"' if picture.series else ""
+    drawing = f'<div class="drawing"{hover} role="group" aria-label="{title}{keys}">{drawn.page}</div>'
     return (
         f'<figure id="{name}"><figcaption><h3>{title}<a class="anchor" href="#{name}" aria-label="Link to: {title}">#</a></h3>'
-        f'<p>{text(picture.about)}</p></figcaption><div><div class="drawing"{hover} role="group" aria-label="{title}{keys}">{drawn.page}</div>'
+        f"<p>{text(picture.about)}</p></figcaption><div>{drawing}"
         f'<details><summary>Data<span class="unseen">: {title}</span></summary>{data_table(name, title, picture.table)}'
         f'<button class="plain" type="button" data-csv="{name}">CSV</button></details></div></figure>'
     )
@@ -233,15 +234,27 @@ def told(value: Any) -> str:
 # ---------------------------------------------------------------- data
 
 
+def packed(table: Table) -> dict[str, Any]:
+    """By columns; of a column of words each word once, and where it stands: long names would fill the page."""
+    columns: list[Any] = []
+    for values in zip(*table.rows, strict=True):
+        if values and all(isinstance(value, str) for value in values):
+            words = list(dict.fromkeys(values))
+            number = {word: i for i, word in enumerate(words)}
+            columns.append({"words": words, "at": [number[value] for value in values]})
+        else:
+            columns.append(list(values))
+    return {"headings": list(table.headings), "columns": columns}
+
+
 def data_of(material: Material, sections: Iterable[Section]) -> dict[str, Any]:
     """All numbers of the page, for programs."""
     tables: dict[str, Any] = {}
     for name, table in (("arms", score_table(material)), ("each-run", runs_table(material))):
-        tables[name] = {"headings": list(table.headings), "rows": [list(row) for row in table.rows]}
+        tables[name] = packed(table)
     for section in sections:
         for picture, _ in section.drawn:
-            body = {"headings": list(picture.table.headings), "rows": [list(row) for row in picture.table.rows]}
-            tables[picture.name] = {"title": picture.title, **body, "series": list(picture.series)}
+            tables[picture.name] = {"title": picture.title, **packed(picture.table), "series": list(picture.series)}
     kept = ("test", "test_calibrated", "warnings", "epoch", "versions", "git", "data")
     runs = [
         {"name": r.name, "arm": r.arm, "seed": r.seed, "state": r.state, "error": r.error, "run": str(r.folder), "config": r.config}

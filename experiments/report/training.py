@@ -64,7 +64,7 @@ def curve(
         whole_epochs(axes)
         legend_below(figure, list(handles.values()), told)
 
-    rows = [(run.arm, run.seed, epoch, round(y, 6)) for run, points in lines.items() for epoch, y in points]
+    rows = [(run.arm, run.seed, epoch, float(f"{y:.5g}")) for run, points in lines.items() for epoch, y in points]
     how = "A line for each run; point at one, or use the arrow keys, for its name."
     yield Picture(
         name=name,

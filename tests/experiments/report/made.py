@@ -41,7 +41,7 @@ def run_at(folder: Path, flags: Mapping[str, Any], seed: int, *, share: float = 
     finished(folder, {"linear": log_probs(right, label) * sure}, label, **told)
     (folder / "config.yaml").write_text(json.dumps(config))  # JSON is YAML
     (folder / "args.txt").write_text(f"python main.py --seed {seed}\n")
-    epochs = [epoch_line(e, share) for e in range(1, EPOCHS + 1)]
+    epochs = [epoch_line(e, share + 0.01 * seed) for e in range(1, EPOCHS + 1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in epochs))
     best = {"format": FORMAT, "files": {}, "facts": {"classes": list(names)}}
     write_json(folder / "checkpoints" / "best" / "checkpoint.json", {**best, "sha256": digest_of(best)})

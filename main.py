@@ -174,7 +174,7 @@ def report(
     runs: Annotated[list[str] | None, typer.Argument(help="a run, several, a folder of runs, or a comparison", metavar="DIR")] = None,
     output_dir: Annotated[Text, typer.Option("--output_dir", help="for report.html and figures/ (default: DIR)", metavar="TEXT")] = None,
     watch: Annotated[bool, typer.Option("--watch", help="build it again while runs go on")] = False,
-    pictures: Annotated[bool, typer.Option("--pictures/--no-pictures", help="ask models for neighbors and tokens")] = True,
+    without_pictures: Annotated[bool, typer.Option("--without_pictures", help="do not ask models for neighbors and tokens")] = False,
     data_path: Annotated[Text, typer.Option("--data_path", help="where data sets are (default: as the run)", metavar="TEXT")] = None,
     device: Annotated[Text, typer.Option(help="where to compute (default: as the run)", metavar="TEXT")] = None,
     plugin: Plugin = None,
@@ -183,7 +183,7 @@ def report(
     from experiments.report.command import Asked
     from experiments.report.command import report as make
 
-    return make(Asked(runs or [], output_dir, plugin, data_path, device, watch, pictures))
+    return make(Asked(runs or [], output_dir, plugin, data_path, device, watch, without_pictures))
 
 
 COMMANDS: tuple[Callable[..., Any], ...] = (list_, probe, explain, compare, report)

@@ -30,7 +30,7 @@ class Asked:
     data_path: str | None = None
     device: str | None = None
     watch: bool = False
-    pictures: bool = True
+    without_pictures: bool = False
 
     @property
     def folder(self) -> Path:
@@ -84,8 +84,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def build(material: Material, asked: Asked, folder: Path) -> None:
-    given = asked.given if asked.pictures else None
-    found = sections(material, files=folder / FIGURES, ask=given)
+    found = sections(material, files=folder / FIGURES, ask=None if asked.without_pictures else asked.given)
     content = page(material, found).encode()
     write_atomically(folder / PAGE, content)
     count = sum(len(section.drawn) for section in found)
@@ -110,7 +109,8 @@ def sections(material: Material, *, files: Path | None, ask: dict[str, str] | No
 
     left = f"Figures of the first {MOST_ARMS} of {len(material.arms)} arms." if len(material.arms) > MOST_ARMS else ""
     epochs = "" if any(run.epochs for run in material.runs) else "No run has finished an epoch yet, or these are tests without training."
-    seen = gallery.pictures(material, ask) if ask is not None else gallery.Gallery((), ("Made when all runs have finished.",))
+    later = "Made when all runs have finished." if material.open else "Left out (--without_pictures)."
+    seen = gallery.pictures(material, ask) if ask is not None else gallery.Gallery((), (later,))
     return [
         section("scores-and-cost", "Scores and cost", comparing.pictures(material)),
         section("training", "Training and embedding health", training.pictures(material), [epochs] if epochs else []),

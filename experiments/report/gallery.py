@@ -96,7 +96,7 @@ def chosen(said: Answers) -> list[tuple[str, int]]:
     right, wrong = order[said.right[order]], order[~said.right[order]]
     surest = wrong[::-1][:EACH].tolist()
     hesitant = [row for row in wrong.tolist() if row not in surest][:EACH]
-    spread = right[np.linspace(0, len(right) - 1, EACH + 2).round().astype(int)[1:-1]].tolist() if len(right) else []
+    spread = right[((np.arange(EACH) + 0.5) * len(right) / EACH).astype(int)].tolist() if len(right) else []
     kinds = (("right", list(dict.fromkeys(spread))), ("wrong, not sure", hesitant), ("surest mistake", surest))
     return [(kind, row) for kind, rows in kinds for row in rows]
 

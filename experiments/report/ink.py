@@ -20,7 +20,7 @@ WIDTH = 3.4  # inches: a column of a paper, and a phone
 # Stands for the color of the text around: black on paper, light in the dark. Its opacity is for lines that stay behind.
 TEXT = "#010203"
 # Told apart in all common kinds of color blindness, on white and on black (a test measures it); lines and marks differ as well.
-COLORS = ("#0077bb", "#d55e00", "#228866", "#aa4499", "#997700", "#6a6ad8")
+COLORS = ("#0077bb", "#d55e00", "#8d47fc", "#8a894d", "#b2337f", "#b37477")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 LEGEND = 10  # names that a legend can hold

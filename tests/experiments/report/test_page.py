@@ -162,7 +162,7 @@ def test_the_same_runs_give_the_same_bytes(tmp_path: Path) -> None:
     found = []
     for place in ("one", "two"):
         out = tmp_path / place
-        assert main(["report", str(run), "--output_dir", str(out), "--no-pictures"]) == 0
+        assert main(["report", str(run), "--output_dir", str(out), "--without_pictures"]) == 0
         found.append({f.relative_to(out): f.read_bytes() for f in sorted(out.rglob("*")) if f.is_file()})
     assert found[0] == found[1]
     assert len(found[0]) > 20
@@ -229,7 +229,7 @@ def test_watch_builds_until_no_run_is_left(tmp_path: Path) -> None:
     assert seen[0] == seen[1]  # nothing has changed, and nothing was built
     assert 'id="going"' in seen[0]
     assert "3 done, 1 pending" in seen[0]
-    build(material, Asked([str(folder)], pictures=False), folder)
+    build(material, Asked([str(folder)], without_pictures=True), folder)
     last = (folder / "report.html").read_text()
     assert "4 runs, 2 arms: 4 done" in last
     assert 'id="going"' not in last

@@ -199,7 +199,23 @@ def check(RUN: Annotated[list[str], typer.Argument(help="runs, or folders of run
     return look(RUN)
 
 
-COMMANDS: tuple[Callable[..., Any], ...] = (list_, probe, explain, compare, predict, export, check)
+def report(
+    runs: Annotated[list[str] | None, typer.Argument(help="a run, several, a folder of runs, or a comparison", metavar="DIR")] = None,
+    output_dir: Annotated[Text, typer.Option("--output_dir", help="for report.html and figures/ (default: DIR)", metavar="TEXT")] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="build it again while runs go on")] = False,
+    without_pictures: Annotated[bool, typer.Option("--without_pictures", help="do not ask models for neighbors and tokens")] = False,
+    data_path: Annotated[Text, typer.Option("--data_path", help="where data sets are (default: as the run)", metavar="TEXT")] = None,
+    device: Annotated[Text, typer.Option(help="where to compute (default: as the run)", metavar="TEXT")] = None,
+    plugin: Plugin = None,
+) -> int:
+    """One HTML page of a run, several, or a comparison: verdict, tables, figures; and the figures as SVG and PNG."""
+    from experiments.report.command import Asked
+    from experiments.report.command import report as make
+
+    return make(Asked(runs or [], output_dir, plugin, data_path, device, watch, without_pictures))
+
+
+COMMANDS: tuple[Callable[..., Any], ...] = (list_, probe, explain, compare, report, predict, export, check)
 YES_NO = {"true", "false", "yes", "no", "on", "off"}
 
 

@@ -149,7 +149,8 @@ def as_json(verdicts: Verdicts, arms: Sequence[Summary]) -> dict[str, Any]:
         "baseline": comparison.baseline,
         "arms": list(comparison.arms),
         "comparisons": [_comparison(v, verdicts) for v in verdicts.verdicts],
-        "cells": [{"arm": c.arm, "seed": c.seed, "state": c.state, "run": c.run and str(c.run)} for c in comparison.cells],
+        "cells": [{**_place(c), "source": c.source} for c in comparison.cells],
+        "margin": comparison.margin,
         "calibrated": comparison.calibrated,
         "family": list(comparison.family),
         "looks": list(comparison.looks),
@@ -157,6 +158,10 @@ def as_json(verdicts: Verdicts, arms: Sequence[Summary]) -> dict[str, Any]:
         "summaries": [_flat(arm, verdicts) for arm in arms],
         "notes": notes(verdicts),
     }
+
+
+def _place(cell: Cell) -> dict[str, Any]:
+    return {"arm": cell.arm, "seed": cell.seed, "state": cell.state, "run": cell.run and str(cell.run)}
 
 
 def _comparison(verdict: Verdict, verdicts: Verdicts) -> dict[str, Any]:

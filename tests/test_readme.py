@@ -62,10 +62,11 @@ def test_blocks(tmp_path: Path) -> None:
         if page.name == "layers.md":
             typed.insert(0, "python swapping.py")
         commands += [(page.name, line) for line in typed]
-    assert {"README.md", "data.md", "heads.md", "layers.md", "plugins.md", "runs.md", "use.md"} == {page for page, _ in commands}
+    pages = {"README.md", "data.md", "heads.md", "layers.md", "plugins.md", "report.md", "runs.md", "use.md"}
+    assert pages == {page for page, _ in commands}
     python("-c", DRIVER, folder=tmp_path, stdin=json.dumps(commands))
     written = {"runs/dense/results.json", "runs/kvt/explain-tokens-3.png", "runs/neighbors/explain-neighbors-3.png"}
-    written |= {"runs/wine/results-epoch4.json", "runs/dense/checkpoints/best/results.json"}
+    written |= {"runs/wine/results-epoch4.json", "runs/dense/checkpoints/best/results.json", "runs/report/report.html"}
     assert [name for name in sorted(written) if not (tmp_path / name).exists()] == []
 
 

@@ -12,8 +12,9 @@ from experiments.report.ink import Picture, drawn
 from experiments.report.material import EPOCHS, RESULTS, Material, gather
 from experiments.report.page import Section, page
 from inputs.files import write_atomically
+from inputs.memory import in_bytes
 from run.directory import check_writable
-from utils import BadOption, in_bytes, say
+from utils import BadOption, say
 
 PAGE, FIGURES = "report.html", "figures"
 MOST_ARMS = 12  # that have reliability and confusion figures of their own

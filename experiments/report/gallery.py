@@ -68,7 +68,7 @@ def pictures(material: Material, given: Mapping[str, str]) -> Gallery:
 
 
 def asked(run: Run, said: Answers, number: int, given: Mapping[str, str], lines: list[str]) -> list[Picture]:
-    from run.load import load  # late: torch takes its time
+    from run.loaded import load  # late: torch takes its time
 
     loaded = load(str(run.folder), given)
     loaded.model.eval()

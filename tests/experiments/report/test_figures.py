@@ -67,7 +67,10 @@ def test_confusion_counts_all_seeds(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- cost
 
 
-@pytest.mark.parametrize(("less", "higher", "front"), [(True, True, [0, 3]), (False, True, [3, 4]), (True, False, [0, 2]), (False, False, [2])])
+FRONTS = [(True, True, [0, 3]), (False, True, [3, 4]), (True, False, [0, 2]), (False, False, [2])]
+
+
+@pytest.mark.parametrize(("less", "higher", "front"), FRONTS)
 def test_the_pareto_front(less: bool, higher: bool, front: list[int]) -> None:
     points = [(1.0, 5.0), (2.0, 5.0), (4.0, 1.0), (3.0, 9.0), (4.0, 8.0)]
     assert comparing.pareto(points, less_cost=less, higher=higher) == front

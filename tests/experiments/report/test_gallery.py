@@ -10,7 +10,7 @@ from experiments.report.gallery import NEAR, pictures
 from experiments.report.ink import drawn
 from experiments.report.material import gather
 from main import main
-from run.load import load
+from run.loaded import load
 from run.prepare import prepare_loaded
 from tests.experiments.report.made import run_at
 

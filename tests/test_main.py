@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from config import FIELDS
+from config import FIELDS, RENAMED
 from layers import LAYERS
 from main import NAMES, flags_of, main
 from utils import options_of
@@ -289,7 +289,7 @@ def test_help_of_a_command_cuts_no_name(name: str) -> None:
     lines = shown(name, "--help")
     text = "\n".join(lines)
     assert shown("help", name) == lines
-    own = flags_of(NAMES[name]) - (set(FIELDS) if name == "compare" else set())
+    own = flags_of(NAMES[name]) - ({*FIELDS, *RENAMED} if name == "compare" else set())
     for flag in own - {"more", "runs", "WHAT"}:
         assert re.search(rf"--{flag}\b", text), flag
 

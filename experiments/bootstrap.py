@@ -13,7 +13,7 @@ import numpy as np
 
 from experiments.statistics import Estimate, Spread
 
-SAMPLES = 2000  # a standard error is then known to 2 %
+SAMPLES = 1000  # a standard error is then known to 2 %
 NUMBERS = 4_000_000  # weights that are in memory at once
 
 

@@ -100,11 +100,12 @@ def _median(values: list[float | None]) -> float | None:
 
 def cells(summary: Summary, verdicts: Verdicts) -> dict[str, str]:
     """A line of the table as people read it, by heading; empty where nothing is known."""
-    metric, estimate, verdict = verdicts.metric, summary.estimate, summary.verdict
+    comparison, metric, estimate, verdict = verdicts.comparison, verdicts.metric, summary.estimate, summary.verdict
     percent = " %" if metric.scale == 100 else ""
-    heading = f"{metric.title}{percent} ({'calibrated' if verdicts.comparison.calibrated else 'as trained'}, 95 % interval)"
-    other = f"{metric.title}{percent}, {'as trained' if verdicts.comparison.calibrated else 'calibrated'}"
-    second = summary.raw if verdicts.comparison.calibrated else summary.calibrated
+    title, now, other_way = f"{metric.title}{percent}", *(("calibrated", "as trained") if comparison.calibrated else ("as trained", "calibrated"))
+    named = all(c.source.endswith((".raw", ".calibrated", "_tta")) for c in comparison.cells)  # the arms' names tell
+    heading, other = f"{title} ({'' if named else f'{now}, '}95 % interval)", f"{title}, {other_way}"
+    second = None if named else summary.raw if comparison.calibrated else summary.calibrated
     line = {"arm": summary.arm + (" (exploratory)" if summary.exploratory else ""), heading: "", other: "", "seeds": "", "wins": ""}
     if estimate is not None:
         low, high = estimate.interval()

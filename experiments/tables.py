@@ -43,7 +43,8 @@ def write(verdicts: Verdicts, folder: Path) -> str:
 def as_text(lines: Sequence[dict[str, str]], verdicts: Verdicts) -> str:
     headings = list(lines[0])
     scores, cost = headings[: headings.index("parameters")], headings[headings.index("parameters") :]
-    parts = [*columns(lines, scores), "", *columns(lines, ["arm", *cost]), ""]
+    alike = len({tuple(line[h] for h in cost) for line in lines}) == 1  # predictors of one run
+    parts = [*columns(lines, scores), "", *columns([{**lines[0], "arm": "each"}] if alike else lines, ["arm", *cost]), ""]
     parts += [sentence(v, verdicts) for v in verdicts.verdicts]
     if of_difference := shares_lines(verdicts):
         parts += ["", "variance of the differences:", *(f"  {line}" for line in of_difference)]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,9 @@ class Scored:
 
     def seeds(self, arm: str) -> tuple[int, ...]:
         return tuple(sorted(seed for name, seed in self.numbers if name == arm))
+
+    def without(self, seeds: Collection[int]) -> Scored:
+        return replace(self, numbers={key: of for key, of in self.numbers.items() if key[1] not in seeds})
 
     def mean(self, arm: str, seeds: Sequence[int] | None = None) -> Estimate:
         return self._estimate(np.stack([self.numbers[arm, seed] for seed in seeds or self.seeds(arm)]))

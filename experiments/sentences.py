@@ -50,7 +50,8 @@ def seeds_in_words(seeds: Sequence[int]) -> str:
 
 def sentence(verdict: Verdict, verdicts: Verdicts) -> str:
     """What is known of an arm beside the baseline; and, where nothing is decided, what would."""
-    mark = " (exploratory)" if verdict.exploratory else ""
+    alone = f"; the declared seeds alone: {verdict.declared}" if verdict.declared else ""
+    mark = f" (exploratory{alone})" if verdict.exploratory else ""
     if verdict.verdict == SAME:
         return f"{verdict.arm} is the same configuration as {verdict.baseline}{mark}."
     if verdict.verdict == NOTHING or verdict.estimate is None:

@@ -102,7 +102,8 @@ def cells(summary: Summary, verdicts: Verdicts) -> dict[str, str]:
     """A line of the table as people read it, by heading; empty where nothing is known."""
     comparison, metric, estimate, verdict = verdicts.comparison, verdicts.metric, summary.estimate, summary.verdict
     percent = " %" if metric.scale == 100 else ""
-    title, now, other_way = f"{metric.title}{percent}", *(("calibrated", "as trained") if comparison.calibrated else ("as trained", "calibrated"))
+    title = f"{metric.title}{percent}"
+    now, other_way = ("calibrated", "as trained") if comparison.calibrated else ("as trained", "calibrated")
     named = all(c.source.endswith((".raw", ".calibrated", "_tta")) for c in comparison.cells)  # the arms' names tell
     heading, other = f"{title} ({'' if named else f'{now}, '}95 % interval)", f"{title}, {other_way}"
     second = None if named else summary.raw if comparison.calibrated else summary.calibrated

@@ -45,11 +45,11 @@ def as_text(lines: Sequence[dict[str, str]], verdicts: Verdicts) -> str:
     scores, cost = headings[: headings.index("parameters")], headings[headings.index("parameters") :]
     alike = len({tuple(line[h] for h in cost) for line in lines}) == 1  # predictors of one run
     parts = [*columns(lines, scores), "", *columns([{**lines[0], "arm": "each"}] if alike else lines, ["arm", *cost]), ""]
-    parts += [sentence(v, verdicts) for v in verdicts.verdicts]
+    parts += [_one_line(sentence(v, verdicts)) for v in verdicts.verdicts]
     if of_difference := shares_lines(verdicts):
-        parts += ["", "variance of the differences:", *(f"  {line}" for line in of_difference)]
+        parts += ["", "variance of the differences:", *(f"  {_one_line(line)}" for line in of_difference)]
     if to_know := notes(verdicts):
-        parts += ["", "to be known before these numbers are trusted:", *(f"  {note}" for note in to_know)]
+        parts += ["", "to be known before these numbers are trusted:", *(f"  {_one_line(note)}" for note in to_know)]
     return "\n".join(parts)
 
 
@@ -77,7 +77,8 @@ def as_latex(lines: Sequence[dict[str, str]]) -> str:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    """Without what moves the cursor of a terminal: names may come from a stranger's run."""
+    return "".join(c for c in " ".join(text.split()) if c.isprintable())
 
 
 def markdown(text: str) -> str:
@@ -183,6 +184,7 @@ def _comparison(verdict: Verdict, verdicts: Verdicts) -> dict[str, Any]:
         "ties": verdict.ties,
         "missing_seeds": list(verdict.missing),
         "exploratory": verdict.exploratory,
+        "declared_seeds_alone": verdict.declared,
         "pairing": verdict.pairing and dict(zip(("seed", "row", "both"), verdict.pairing, strict=True)),
         "settling": settling and {"target": settling.target, "seeds": settling.seeds, "rows": settling.rows, "both": settling.both},
         "time_ratio": verdict.time,

@@ -26,7 +26,8 @@ class Verdict:
     `low` to `high` is the interval at `level`, which Holm's procedure gives (and a look, if there are some); the verdict is read from it.
     `seeds` are those that it rests on, `missing` those that only one of the two has. `within_margin`: the interval lies inside the margin,
     also where it excludes 0. `telling_rows`: on how many rows the two are not alike. `pairing`: standard error over what it were if the
-    two had seeds and rows of their own: of seeds, of rows, of both. `time`: training time over the baseline's.
+    two had seeds and rows of their own: of seeds, of rows, of both. `time`: training time over the baseline's. `declared`: the verdict of
+    the declared seeds alone, where others were added.
     """
 
     arm: str
@@ -50,6 +51,7 @@ class Verdict:
     look: int | None = None
     early: bool = False
     time: float | None = None
+    declared: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,50 +72,65 @@ class Verdicts:
 
 @dataclass(frozen=True)
 class Stand:
-    """How far an arm has come: the seeds that count, their estimate, and which look it is (0 of one where none were declared)."""
+    """How far an arm has come: the seeds that count, their estimate, and which look it is (0 of one where none were declared).
+
+    `early`: the first look has not come.
+    """
 
     seeds: tuple[int, ...]
     estimate: Estimate
-    look: int
+    look: int = 0
+    early: bool = False
 
 
 def judge(comparison: Comparison) -> Verdicts:
     """Reads predictions and results of the finished cells, and compares each arm with the baseline."""
     scored = score(comparison)
+    verdicts, later = _judged(comparison, scored), comparison.exploratory_seeds
+    if later:
+        declared = replace(comparison, cells=tuple(c for c in comparison.cells if c.seed not in later), exploratory_seeds=frozenset())
+        words = [v.verdict for v in _judged(declared, scored.without(later))]
+        verdicts = [replace(v, declared=word) for v, word in zip(verdicts, words, strict=True)]
+    return Verdicts(comparison=comparison, verdicts=tuple(verdicts), scored=scored)
+
+
+def _judged(comparison: Comparison, scored: Scored) -> list[Verdict]:
     base = comparison.same_as.get(comparison.baseline, comparison.baseline)
     own = [arm for arm in comparison.arms if arm != base and arm not in comparison.same_as]
     found: dict[str, Verdict] = {}
     stands: dict[str, Stand] = {}
-    for look, seeds in enumerate(comparison.looks or (0,)):
-        for arm in own:
-            if (arm not in found or found[arm].verdict == UNDECIDED) and (stand := _stand(comparison, scored, arm, look, seeds)):
-                stands[arm] = stand
-        found |= _judge_stands(comparison, scored, stands, {a: v for a, v in found.items() if v.verdict != UNDECIDED})
+    for look in range(max(1, len(comparison.looks))):
+        decided = {arm: v for arm, v in found.items() if v.verdict != UNDECIDED}
+        stands |= {arm: stand for arm in own if arm not in decided and (stand := _stand(comparison, scored, arm, look))}
+        found = _judge_stands(comparison, scored, stands, decided)
     verdicts = []
     for arm in comparison.arms:
-        name = comparison.same_as.get(arm, arm)
+        name, mark = comparison.same_as.get(arm, arm), arm in comparison.exploratory
         if arm == comparison.baseline:
             continue
-        if name == base:
-            verdicts.append(Verdict(arm=arm, baseline=comparison.baseline, verdict=SAME, exploratory=arm in comparison.exploratory))
-        else:
-            nothing = Verdict(arm=arm, baseline=comparison.baseline, verdict=NOTHING, exploratory=arm in comparison.exploratory)
-            verdicts.append(replace(found.get(name, nothing), arm=arm, baseline=comparison.baseline))
-    return Verdicts(comparison=comparison, verdicts=tuple(verdicts), scored=scored)
+        nothing = Verdict(arm=arm, baseline=comparison.baseline, verdict=SAME if name == base else NOTHING, exploratory=mark)
+        verdicts.append(replace(found.get(name, nothing), arm=arm, baseline=comparison.baseline))
+    return verdicts
 
 
-def _stand(comparison: Comparison, scored: Scored, arm: str, look: int, seeds: int) -> Stand | None:
-    """Of the seeds that arm and baseline both have, those that count at this look; None before it has come.
+def _stand(comparison: Comparison, scored: Scored, arm: str, look: int) -> Stand | None:
+    """Of the seeds that arm and baseline both have, those that count at this look; None if it has not come.
 
-    Where nothing more will come (cells have failed), a look is made with what there is.
+    A look comes with its number of seeds in the order of the plan. One that failed is left out and no later one takes its place: who
+    waits for a fifth result because the third is missing looks ahead.
     """
     base = comparison.same_as.get(comparison.baseline, comparison.baseline)
-    common = tuple(s for s in scored.seeds(arm) if s in scored.seeds(base))
-    to_come = any(c.state not in ("done", "failed") for name in (arm, base) for c in comparison.cells_of(name))
-    if not common or (len(common) < seeds and to_come and look > 0):
+    in_order = list(dict.fromkeys(cell.seed for cell in comparison.cells))
+    common = [seed for seed in in_order if seed in scored.seeds(arm) and seed in scored.seeds(base)]
+    if not comparison.looks:
+        return Stand(tuple(common), scored.difference(arm, base, common)) if common else None
+    seen = in_order[: comparison.looks[look]]
+    ends = [cell.state in ("done", "failed") for name in (arm, base) for cell in comparison.cells_of(name) if cell.seed in seen]
+    early = len(seen) < comparison.looks[look] or not all(ends)
+    counted = tuple(seed for seed in common if seed in seen)
+    if not counted or (early and look > 0):
         return None
-    counted = common[:seeds] if seeds else common
-    return Stand(counted, scored.difference(arm, base, counted), look)
+    return Stand(counted, scored.difference(arm, base, counted), look, early)
 
 
 def _judge_stands(
@@ -121,7 +138,7 @@ def _judge_stands(
 ) -> dict[str, Verdict]:
     """Holm's procedure over the family as far as it has come: what has no result yet counts as one without a difference."""
     family = [comparison.same_as.get(arm, arm) for arm in comparison.family]
-    p = {arm: overall(stand.estimate.p, comparison.looks, stand.look) for arm, stand in stands.items()}
+    p = {arm: 1.0 if stand.early else overall(stand.estimate.p, comparison.looks, stand.look) for arm, stand in stands.items()}
     of_family = [p.get(arm, 1.0) for arm in family]
     adjusted = dict(zip(family, holm(of_family), strict=True))
     level = dict(zip(family, holm_levels(of_family), strict=True))
@@ -142,8 +159,7 @@ def _verdict(comparison: Comparison, scored: Scored, arm: str, stand: Stand, *, 
     differences = scored.differences(arm, base, seeds)
     of_seeds = scored.of_seeds(differences) * (1 if metric.higher_is_better else -1)
     low, high = interval(estimate, metric, level)
-    early = bool(comparison.looks) and len(seeds) < comparison.looks[0]
-    word = UNDECIDED if early else verdict_of(low, high, margin, metric)
+    word = UNDECIDED if stand.early else verdict_of(low, high, margin, metric)
     both = set(scored.seeds(arm)) ^ set(scored.seeds(base))
     return Verdict(
         arm=arm,
@@ -165,7 +181,7 @@ def _verdict(comparison: Comparison, scored: Scored, arm: str, stand: Stand, *, 
         pairing=_pairing(scored, arm, base, stand),
         exploratory=arm in comparison.exploratory or not comparison.exploratory_seeds.isdisjoint(seeds),
         look=comparison.looks[stand.look] if comparison.looks else None,
-        early=early,
+        early=stand.early,
         time=_time(scored, arm, base, seeds),
     )
 

@@ -162,8 +162,14 @@ def test_exploratory_arms_stand_outside_of_the_family(three: list[Cell]) -> None
     good, like = verdicts.verdicts
     assert (good.level, good.exploratory, like.level, like.exploratory) == (0.05, False, 0.05, True)
     assert "(exploratory)" in sentence(like, verdicts)
-    later = judge(compared(three, exploratory_seeds=frozenset({3}))).verdicts
-    assert all(v.exploratory for v in later)
+
+
+def test_the_verdict_of_declared_seeds_stays_when_seeds_are_added(three: list[Cell]) -> None:
+    verdicts = judge(compared(three, exploratory_seeds=frozenset({3})))
+    as_planned = judge(compared([c for c in three if c.seed != 3])).verdicts
+    assert all(v.exploratory and len(v.seeds) == 4 for v in verdicts.verdicts)
+    assert [v.declared for v in verdicts.verdicts] == [v.verdict for v in as_planned]
+    assert "(exploratory; the declared seeds alone: better)" in sentence(verdicts.verdicts[0], verdicts)
 
 
 def test_two_names_of_one_configuration(three: list[Cell]) -> None:
@@ -225,10 +231,23 @@ def test_before_the_first_look_and_between_looks(three: list[Cell]) -> None:
     assert (between.look, between.seeds) == (2, (0, 1))
 
 
-def test_where_no_more_comes_the_last_look_takes_what_there_is(three: list[Cell]) -> None:
-    failed = [c if c.seed < 3 else replace(c, state="failed", run=None) for c in of(three, "base", "like")]
-    found = only(compared(failed, looks=(2, 4)))
-    assert (found.look, found.seeds) == (4, (0, 1, 2))
+def test_a_failed_seed_is_left_out_of_its_look_and_no_later_one_takes_its_place(three: list[Cell]) -> None:
+    failed = [replace(c, state="failed", run=None) if c.seed == 1 else c for c in of(three, "base", "like")]
+    assert only(compared(failed, looks=(3, 4))).seeds == (0, 2, 3)
+    at_three = only(compared([c for c in failed if c.seed < 3], looks=(3, 4)))
+    assert (at_three.look, at_three.seeds, at_three.early) == (3, (0, 2), False)
+
+
+def test_a_look_that_has_not_come_is_not_made_with_the_seeds_of_the_last(three: list[Cell]) -> None:
+    """Else the same three seeds would be tested at the levels of all looks."""
+    found = only(compared([c for c in of(three, "base", "like") if c.seed < 3], looks=(3, 4)))
+    assert (found.look, found.level) == (3, pytest.approx(0.05 * 3 / 4))
+
+
+def test_seeds_come_in_the_order_of_the_plan(three: list[Cell]) -> None:
+    backwards = sorted(of(three, "base", "like"), key=lambda c: -c.seed)
+    pending = [replace(c, state="pending", run=None) if c.seed == 0 else c for c in backwards]
+    assert only(compared(pending, looks=(2, 4))).seeds == (3, 2)
 
 
 # ---------------------------------------------------------------- plans that can't be judged

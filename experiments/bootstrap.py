@@ -14,7 +14,7 @@ import numpy as np
 from experiments.statistics import Estimate, Spread
 
 SAMPLES = 1000  # a standard error is then known to 2 %
-NUMBERS = 4_000_000  # weights that are in memory at once
+NUMBERS = 400_000  # weights that are in memory at once: a processor's cache holds them
 
 
 def row_samples(

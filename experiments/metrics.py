@@ -101,16 +101,17 @@ def aurc(answers: Answers) -> Callable[[np.ndarray], np.ndarray]:
     starts = np.flatnonzero(np.diff(answers.confidence[order], prepend=np.inf))
 
     def of(weights: np.ndarray) -> np.ndarray:
-        sorted_weights = weights[:, order]
-        rows = np.add.reduceat(sorted_weights, starts, axis=1)  # (B, G), of each confidence
-        errors = np.add.reduceat(sorted_weights * wrong, starts, axis=1)
-        n, e = rows.cumsum(1), errors.cumsum(1)
+        each = weights[:, order]
+        every = len(starts) == len(order)  # all confidences differ: nothing to add up
+        rows = each if every else np.add.reduceat(each, starts, axis=1)  # (B, G), of each confidence
+        errors = each * wrong if every else np.add.reduceat(each * wrong, starts, axis=1)
+        after = np.rint(rows.cumsum(1)).astype(np.int32)
+        before = after - np.rint(rows).astype(np.int32)
         share = np.divide(errors, rows, out=np.zeros_like(errors), where=rows > 0)
+        harmonic = np.concatenate([[0.0], np.cumsum(1 / np.arange(1, after[:, -1].max() + 1))])
         # the sum over n of (e before + share (n - n before)) / n, from n before + 1 to n
-        harmonic = np.concatenate([[0.0], np.cumsum(1 / np.arange(1, int(n[:, -1].max()) + 1))])
-        after, before = np.rint(n).astype(int), np.rint(n - rows).astype(int)
-        parts = share * rows + (e - errors - share * before) * (harmonic[after] - harmonic[before])
-        return np.asarray(parts.sum(1) / n[:, -1])
+        parts = errors + (errors.cumsum(1) - errors - share * before) * (harmonic[after] - harmonic[before])
+        return np.asarray(parts.sum(1) / after[:, -1])
 
     return of
 

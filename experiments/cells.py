@@ -1,0 +1,158 @@
+"""The runs of a comparison on disk: where each is, what state it is in, and who works on it. The directory is the only state.
+
+    OUT/cells/ARM/seed0/        the run
+    OUT/cells/ARM/seed0.json    what it was made with; how it failed, if it did
+    OUT/cells/ARM/seed0.log     what it said
+    OUT/cells/ARM/seed0.lock    held by the process that works on it, as long as it lives
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from inputs.store import INDEX, write_json
+from run.directory import RESULTS
+
+STATES = ("done", "running", "failed", "stopped", "stale", "pending")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one run of a comparison is kept."""
+
+    arm: str
+    seed: int
+    run: Path
+
+    @property
+    def note(self) -> Path:
+        return self.run.with_name(f"{self.run.name}.json")
+
+    @property
+    def log(self) -> Path:
+        return self.run.with_name(f"{self.run.name}.log")
+
+    @property
+    def lock(self) -> Path:
+        return self.run.with_name(f"{self.run.name}.lock")
+
+    @property
+    def title(self) -> str:
+        return f"{self.arm}, seed {self.seed}"
+
+
+def place_of(folder: Path, arm: str, seed: int) -> Place:
+    return Place(arm, seed, folder / "cells" / folder_name(arm) / f"seed{seed}")
+
+
+def folder_name(arm: str) -> str:
+    """An arm's name as a directory's. What is lost by that, or by case on some systems, a few digits of its hash tell apart."""
+    plain = re.sub(r"[^0-9A-Za-z.=,+*()-]+", "_", arm).strip("_.")[:60]
+    return plain if plain == arm and plain.islower() else f"{plain}-{hashlib.sha256(arm.encode()).hexdigest()[:6]}"
+
+
+# ---------------------------------------------------------------- states
+
+
+def read_note(place: Place) -> dict[str, Any]:
+    try:
+        note = json.loads(place.note.read_text())
+    except (OSError, ValueError):
+        return {}
+    return note if isinstance(note, dict) else {}
+
+
+def state_of(place: Place, made_with: Mapping[str, str]) -> str:
+    """`made_with`: what the run would be made with now; what was made with something else is stale."""
+    if holder(place):
+        return "running"
+    note = read_note(place)
+    other = bool(note) and note.get("made_with") != dict(made_with)
+    if (place.run / RESULTS).exists():
+        return "stale" if other else "done"
+    if "failed" in note:
+        return "failed"
+    if (place.run / "checkpoints" / "last" / INDEX).exists():
+        return "stale" if other else "stopped"
+    return "pending"
+
+
+def changed(place: Place, made_with: Mapping[str, str]) -> list[str]:
+    """What is not as it was when a stale run was made: code, data, plugin, config."""
+    then = read_note(place).get("made_with", {})
+    return [name for name, digest in made_with.items() if then.get(name) != digest]
+
+
+# ---------------------------------------------------------------- claims
+
+
+@contextlib.contextmanager
+def claimed(place: Place) -> Iterator[bool]:
+    """Whether this process may work on the run; nobody else may while it lives. The lock of a process that died is free: the system
+    lets go of it. Who holds it stands in the file, for people."""
+    import fcntl
+
+    place.lock.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(place.lock, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError:  # a file system without locks: one `compare` at a time
+            pass
+        os.ftruncate(handle, 0)
+        who = {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        os.pwrite(handle, (json.dumps(who) + "\n").encode(), 0)
+        yield True
+        os.ftruncate(handle, 0)
+    finally:
+        os.close(handle)
+
+
+def holder(place: Place) -> dict[str, Any]:
+    """Who works on the run: process, host, since when; {} where nobody does."""
+    import fcntl
+
+    try:
+        handle = os.open(place.lock, os.O_RDONLY)
+    except OSError:
+        return {}
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        with contextlib.suppress(ValueError):
+            return dict(json.loads(os.pread(handle, 1000, 0)))
+        return {"process": 0, "host": "", "since": ""}
+    except OSError:
+        pass
+    finally:
+        os.close(handle)
+    return {}
+
+
+# ---------------------------------------------------------------- notes
+
+
+def note_start(place: Place, made_with: Mapping[str, str]) -> None:
+    write_json(place.note, {"made_with": dict(made_with), "begun": time.strftime("%Y-%m-%d %H:%M:%S")})
+
+
+def note_failure(place: Place, line: str, code: int) -> None:
+    write_json(place.note, {**read_note(place), "failed": {"line": line, "code": code, "log": str(place.log)}})
+
+
+def note_retry(place: Place) -> None:
+    """Forgets how a run failed, so that it is tried again."""
+    write_json(place.note, {name: value for name, value in read_note(place).items() if name != "failed"})

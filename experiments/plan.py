@@ -1,0 +1,170 @@
+"""What a comparison is: written to plan.json before anything runs, with a hash of all of it. What joins later is exploratory."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import config as flags
+from experiments.grid import Arm, arms_of, check_names, value_of
+from utils import BadOption, did_you_mean
+
+FILE = "plan.json"
+KEYS = ("arms", "common", "seeds", "baseline", "metric", "margin", "looks", "calibrated", "published", "about")  # of a YAML plan
+OURS = ("output_dir", "seed", "feature_cache")  # what the comparison gives to each cell
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    arms: tuple[Arm, ...]
+    seeds: tuple[int, ...]
+    baseline: str
+    metric: str = "accuracy"
+    margin: float | None = None  # None: the metric's own
+    looks: tuple[int, ...] = ()  # numbers of seeds after which it may end
+    calibrated: bool = False
+    threads: int = 1  # of a cell: they change weights
+    later_seeds: tuple[int, ...] = ()  # that joined a plan which had begun
+
+    def arm(self, name: str) -> Arm:
+        return next(arm for arm in self.arms if arm.name == name)
+
+    @property
+    def family(self) -> list[str]:
+        """The arms whose comparison with the baseline was declared before anything ran."""
+        return [arm.name for arm in self.arms if arm.name != self.baseline and not arm.exploratory]
+
+    def body(self) -> dict[str, Any]:
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "arms"}
+        plain = json.loads(json.dumps({"arms": [dataclasses.asdict(arm) for arm in self.arms], **values, "family": self.family}))
+        return {**plain, "sha256": digest_of(plain)}
+
+
+def digest_of(body: Any) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def checked(plan: Plan) -> Plan:
+    """Refuses what can't be compared."""
+    names = [arm.name for arm in plan.arms]
+    check_names(names)
+    if plan.baseline not in names:
+        raise BadOption("baseline", f"must be one of the arms {', '.join(names)}{did_you_mean(plan.baseline, names)}", plan.baseline)
+    if len(set(plan.seeds)) < len(plan.seeds):
+        raise BadOption("seeds", "must name each seed once", ",".join(map(str, plan.seeds)))
+    if plan.margin is not None and not plan.margin >= 0:
+        raise BadOption("margin", "must be at least 0", plan.margin)
+    if plan.looks and (list(plan.looks) != sorted(set(plan.looks)) or plan.looks[0] < 2 or plan.looks[-1] > len(plan.seeds)):
+        rule = f"must be rising numbers of seeds from 2 to {len(plan.seeds)}"
+        raise BadOption("looks", rule, ",".join(map(str, plan.looks)))
+    return plan
+
+
+# ---------------------------------------------------------------- from what was typed
+
+
+def seeds_of(text: str) -> tuple[int, ...]:
+    """"5" is 0 to 4; "3,7,11" are these."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(re.fullmatch(r"\d{1,18}", word) for word in words) or (len(words) == 1 and not 1 <= int(words[0]) <= 10_000):
+        raise BadOption("seeds", "must be how many (5), or several with commas between (3,7,11)", text)
+    return tuple(map(int, words)) if len(words) > 1 else tuple(range(int(words[0])))
+
+
+def arms_typed(given: Mapping[str, str]) -> list[Arm]:
+    """The grid of the flags on the command line."""
+    for name in given:
+        if name in OURS and name != "feature_cache":
+            raise BadOption(name, "is given to each run by the comparison: use --seeds" if name == "seed" else "names no single run here")
+    arms = arms_of(given)
+    for arm in arms:
+        flags.check(arm.flags)
+    return arms
+
+
+def read_plan(path: str, typed: Mapping[str, str]) -> tuple[list[Arm], dict[str, Any]]:
+    """Arms of a YAML plan, each with the flags that all have in common and those typed, which win; and what else the plan sets."""
+    import yaml
+
+    try:
+        body = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise BadOption("plan", f"must be a file that can be read ({error.strerror})", path) from None
+    except (yaml.YAMLError, UnicodeDecodeError):
+        raise BadOption("plan", "must be a YAML file", path) from None
+    if not isinstance(body, dict) or not isinstance(body.get("arms"), dict) or not body["arms"]:
+        raise BadOption("plan", "must hold 'arms:' with a name and flags for each", path)
+    for key in body:
+        if key not in KEYS:
+            raise BadOption("plan", f"has {key!r}, which is none of {', '.join(KEYS)}{did_you_mean(str(key), KEYS)}", path)
+    published = dict(body.get("published") or {})
+    for name in published:
+        if name not in body["arms"]:
+            raise BadOption("plan", f"has published numbers of an arm {name!r} that it does not have", path)
+    arms = []
+    for name, own in body["arms"].items():
+        if not isinstance(own, dict | None):
+            raise BadOption("plan", f"must give arm {name!r} as 'flag: value' lines", path)
+        values = flags.with_new_names({**(body.get("common") or {}), **(own or {}), **typed})
+        if wrong := [n for n in values if n in OURS and n not in typed]:
+            raise BadOption("plan", f"must leave --{wrong[0]} to the comparison", path)
+        if values.get("plugin") and "plugin" not in typed:
+            raise BadOption("plugin", f"must be typed: {path} names {values['plugin']}, and no code runs because a file names it")
+        parsed = {n: value_of(n, v) if n in flags.FIELDS else v for n, v in values.items()}
+        try:
+            flags.check(parsed)
+        except BadOption as error:
+            raise BadOption(error.option, f"{error.rule}, in arm {name!r} of {path}", error.value) from None
+        arms.append(Arm(str(name), {n: v for n, v in parsed.items() if v is not None}, published=published.get(name) or {}))
+    rest = {key: body[key] for key in ("seeds", "baseline", "metric", "margin", "looks", "calibrated") if body.get(key) is not None}
+    return arms, rest
+
+
+def threads_for(jobs: int) -> int:
+    """Cores of a cell where so many run at once."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // jobs)
+
+
+# ---------------------------------------------------------------- plan.json
+
+
+def read(folder: Path) -> Plan | None:
+    """The plan of a comparison that has one."""
+    try:
+        body = json.loads((folder / FILE).read_text())
+        claimed = body.pop("sha256")
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, AttributeError, OSError):
+        raise BadOption("output_dir", f"must hold a whole {FILE}", str(folder)) from None
+    if digest_of(body) != claimed:
+        raise BadOption("output_dir", f"holds a {FILE} that was changed by hand: a plan is what was written before anything ran", str(folder))
+    body.pop("family")
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in body.items()}
+    return Plan(**{**values, "arms": tuple(Arm(**arm) for arm in body["arms"])})
+
+
+def extended(old: Plan, arms: Sequence[Arm], typed: Mapping[str, Any]) -> Plan:
+    """A plan that has begun, with arms and seeds that join it; all else is as it was declared."""
+    for name in ("baseline", "metric", "margin", "looks", "calibrated"):
+        if name in typed and typed[name] != getattr(old, name):
+            now = getattr(old, name)
+            raise BadOption(name, f"contradicts the plan, which has {'the default' if now is None else now}", typed[name])
+    known = {arm.name: arm for arm in old.arms}
+    for arm in arms:
+        if arm.name in known and dict(arm.flags) != dict(known[arm.name].flags):
+            before, now = known[arm.name].flags, arm.flags
+            differ = sorted(n for n in {*before, *now} if before.get(n) != now.get(n))
+            rule = f"has arm {arm.name!r} with another --{differ[0]} ({before.get(differ[0], 'the default')}): take another directory"
+            raise BadOption("output_dir", rule, now.get(differ[0], "the default"))
+    joined = tuple(dataclasses.replace(arm, exploratory=True) for arm in arms if arm.name not in known)
+    more = tuple(seed for seed in typed.get("seeds", ()) if seed not in old.seeds)
+    return dataclasses.replace(old, arms=old.arms + joined, seeds=old.seeds + more, later_seeds=old.later_seeds + more)

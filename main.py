@@ -136,7 +136,71 @@ def explain(
     show({"what": what, "checkpoint": checkpoint, **shown, **given})
 
 
-COMMANDS: tuple[Callable[..., None], ...] = (list_, probe, explain)
+def compare(
+    runs: Annotated[list[str] | None, typer.Argument(help="finished runs, instead of flags that make runs", metavar="RUNS")] = None,
+    seeds: Annotated[Text, typer.Option(help="how many (5: 0 to 4), or which (3,7,11) (default: 3)", metavar="TEXT")] = None,
+    baseline: Annotated[Text, typer.Option(help="the arm that all others are compared with (default: the first)", metavar="TEXT")] = None,
+    metric: Annotated[Text, typer.Option(help="accuracy (default), nll, brier, ece, balanced_accuracy, ...", metavar="TEXT")] = None,
+    margin: Annotated[Text, typer.Option(help="differences that do not matter (default: 0.3 points, 2 % of NLL)", metavar="FLOAT")] = None,
+    plan: Annotated[Text, typer.Option(help="FILE.yaml of named arms", metavar="TEXT")] = None,
+    config: Annotated[Text, typer.Option(help="FILE.yaml of defaults for all arms", metavar="TEXT")] = None,
+    jobs: Annotated[Text, typer.Option(help="runs at once (default: 1)", metavar="INT")] = None,
+    threads: Annotated[Text, typer.Option(help="of each run (default: cores / jobs, when planned)", metavar="INT")] = None,
+    retry: Annotated[Text, typer.Option(help="runs to try again: failed, stale", metavar="TEXT")] = None,
+    looks: Annotated[Text, typer.Option(help="numbers of seeds after which it may end early: 3,5,10", metavar="TEXT")] = None,
+    within: Annotated[Text, typer.Option(help="predictors inside each run as arms: 'linear.raw,attention.raw'", metavar="TEXT")] = None,
+    output_dir: Annotated[Text, typer.Option("--output_dir", help="directory of the comparison", metavar="TEXT")] = None,
+    fail_fast: Annotated[bool, typer.Option("--fail_fast", help="stop at the first run that fails")] = False,
+    calibrated: Annotated[bool, typer.Option("--calibrated", help="compare calibrated probabilities, not those as trained")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry_run", help="show the plan and its time; run nothing")] = False,
+    **values: Any,
+) -> int:
+    """Is A better than B? Runs arms over seeds, or takes finished runs, and gives a verdict with its price.
+
+    Flags of training take alternatives, also inside a call: --layer "Attention | KvtAttention(K=4|9)"; see the help without a command.
+    """
+    from experiments.command import Asked
+    from experiments.command import compare as run_comparison
+
+    typed = flags.with_new_names({name: value for name, value in values.items() if value is not None})
+    asked = dict(seeds=seeds, baseline=baseline, metric=metric, margin=margin, plan=plan, config=config, jobs=jobs, threads=threads)
+    asked |= dict(retry=retry, looks=looks, within=within, output_dir=output_dir)
+    return run_comparison(runs or [], typed, Asked(**asked, fail_fast=fail_fast, calibrated=calibrated, dry_run=dry_run))
+
+
+COMMANDS: tuple[Callable[..., Any], ...] = (list_, probe, explain, compare)
+YES_NO = {"true", "false", "yes", "no", "on", "off"}
+
+
+class WithAlternatives(typer.core.TyperCommand):
+    """A command whose yes-no flags take a value, so that it can be "true | false"; alone they mean true, and --no-NAME false."""
+
+    def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
+        words, place = [], 0
+        while place < len(arguments):
+            word, place = arguments[place], place + 1
+            name = word.removeprefix("--").replace("-", "_")
+            plain = name.removeprefix("no_")
+            if not word.startswith("--") or plain not in YES_NO_FLAGS:
+                words.append(word)
+            elif name != plain:
+                words += [f"--{plain}", "false"]
+            elif place < len(arguments) and {part.strip().lower() for part in arguments[place].split("|")} <= YES_NO:
+                words.append(word)
+            else:
+                words += [word, "true"]
+        return super().parse_args(context, words)
+
+
+YES_NO_FLAGS = {name for name in flags.TOPIC_OF if flags.kind_of(flags.FIELDS[name]) is bool}
+
+
+def training_flags(taken: set[str]) -> list[inspect.Parameter]:
+    """Those of training as hidden text, for a command that hands them on."""
+    names = {**dict.fromkeys(flags.TOPIC_OF), **dict.fromkeys(flags.RENAMED)}
+    kinds = {name: Annotated[str | None, typer.Option(f"--{name}", hidden=True)] for name in names if name not in taken}
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return [inspect.Parameter(name, keyword, default=None, annotation=kind) for name, kind in kinds.items()]
 
 
 def flags_of(command: Callable[..., None]) -> set[str]:
@@ -145,7 +209,7 @@ def flags_of(command: Callable[..., None]) -> set[str]:
     return {name for name, hint in hints.items() if any(isinstance(part, OptionInfo) for part in getattr(hint, "__metadata__", ()))}
 
 
-OPTIONS = set(flags.FIELDS).union(*map(flags_of, COMMANDS))
+OPTIONS = set(flags.FIELDS).union(*map(flags_of, COMMANDS)) - {"runs"}
 
 
 def build_app() -> typer.Typer:
@@ -165,8 +229,13 @@ def build_app() -> typer.Typer:
     train.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     train.__annotations__ = {p.name: p.annotation for p in parameters}
     app.callback(invoke_without_command=True)(train)
+    own = inspect.signature(compare, eval_str=True).parameters
+    typed = [p for p in own.values() if p.kind is not p.VAR_KEYWORD]
+    signature = inspect.Signature([*typed, *training_flags(set(own))])
+    compare.__signature__ = signature  # type: ignore[attr-defined]
+    compare.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
     for command in COMMANDS:
-        app.command(name=command.__name__.rstrip("_"))(command)
+        app.command(name=command.__name__.rstrip("_"), cls=WithAlternatives if command is compare else None)(command)
     return app
 
 

@@ -1,9 +1,9 @@
 """The runs of a comparison on disk: where each is, what state it is in, and who works on it. The directory is the only state.
 
-    OUT/cells/ARM/seed0/        the run
-    OUT/cells/ARM/seed0.json    what it was made with; how it failed, if it did
-    OUT/cells/ARM/seed0.log     what it said
-    OUT/cells/ARM/seed0.lock    held by the process that works on it, as long as it lives
+OUT/cells/ARM/seed0/        the run
+OUT/cells/ARM/seed0.json    what it was made with; how it failed, if it did
+OUT/cells/ARM/seed0.log     what it said
+OUT/cells/ARM/seed0.lock    held by the process that works on it, as long as it lives
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ from typing import Any
 from inputs.store import INDEX, write_json
 from run.directory import RESULTS
 
-STATES = ("done", "running", "failed", "stopped", "stale", "pending")
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+TRIES = 50  # of a claim: who only looks holds the lock for a moment
 
 
 @dataclass(frozen=True)
@@ -72,9 +76,9 @@ def read_note(place: Place) -> dict[str, Any]:
     return note if isinstance(note, dict) else {}
 
 
-def state_of(place: Place, made_with: Mapping[str, str]) -> str:
-    """`made_with`: what the run would be made with now; what was made with something else is stale."""
-    if holder(place):
+def state_of(place: Place, made_with: Mapping[str, str], *, ours: bool = False) -> str:
+    """`made_with`: what the run would be made with now; what was made with something else is stale. `ours`: this process works on it."""
+    if not ours and holder(place):
         return "running"
     note = read_note(place)
     other = bool(note) and note.get("made_with") != dict(made_with)
@@ -100,18 +104,12 @@ def changed(place: Place, made_with: Mapping[str, str]) -> list[str]:
 def claimed(place: Place) -> Iterator[bool]:
     """Whether this process may work on the run; nobody else may while it lives. The lock of a process that died is free: the system
     lets go of it. Who holds it stands in the file, for people."""
-    import fcntl
-
     place.lock.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(place.lock, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not any(_locked(handle, alone=True) or time.sleep(0.002) for _ in range(TRIES)):
             yield False
             return
-        except OSError:  # a file system without locks: one `compare` at a time
-            pass
         os.ftruncate(handle, 0)
         who = {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         os.pwrite(handle, (json.dumps(who) + "\n").encode(), 0)
@@ -123,23 +121,30 @@ def claimed(place: Place) -> Iterator[bool]:
 
 def holder(place: Place) -> dict[str, Any]:
     """Who works on the run: process, host, since when; {} where nobody does."""
-    import fcntl
-
     try:
         handle = os.open(place.lock, os.O_RDONLY)
     except OSError:
         return {}
     try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
+        if _locked(handle, alone=False):
+            return {}
         with contextlib.suppress(ValueError):
             return dict(json.loads(os.pread(handle, 1000, 0)))
         return {"process": 0, "host": "", "since": ""}
-    except OSError:
-        pass
     finally:
         os.close(handle)
-    return {}
+
+
+def _locked(handle: int, *, alone: bool) -> bool:
+    """Whether the lock could be had. On a system or file system without locks it always can: one `compare` at a time there."""
+    try:
+        if fcntl is not None:
+            fcntl.flock(handle, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 # ---------------------------------------------------------------- notes

@@ -65,7 +65,7 @@ def value_of(name: str, text: Any) -> Any:
 
 
 def alternatives(name: str, text: str) -> list[str]:
-    """"A | B(K=4|9)" to A, B(K=4) and B(K=9)."""
+    """ "A | B(K=4|9)" to A, B(K=4) and B(K=9)."""
     found = expanded(text, name)
     for number, value in enumerate(found):
         if not value:
@@ -89,13 +89,11 @@ def without_alternatives(text: str, name: str) -> list[str]:
         raise BadOption(name, "must close its brackets", text)
     arguments = [argument_values(argument, name) for argument in split(text[start + 1 : end], ",")]
     rest = without_alternatives(text[end + 1 :], name)
-    return [
-        f"{text[: start + 1]}{', '.join(words)}{text[end]}{tail}" for words in itertools.product(*arguments) for tail in rest
-    ]
+    return [f"{text[: start + 1]}{', '.join(words)}{text[end]}{tail}" for words in itertools.product(*arguments) for tail in rest]
 
 
 def argument_values(argument: str, name: str) -> list[str]:
-    """"K=4|9" to K=4 and K=9."""
+    """ "K=4|9" to K=4 and K=9."""
     option, equals, values = argument.strip().partition("=")
     if not equals:
         return expanded(argument.strip(), name)

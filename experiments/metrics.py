@@ -145,9 +145,7 @@ METRICS: dict[str, Metric] = {
         ),
         Metric(name="top5", title="top-5", higher_is_better=True, unit="points", scale=100, margin=0.003, rows=lambda a: a.top5),
         Metric(name="nll", title="NLL", higher_is_better=False, unit="nats", relative=True, rows=lambda a: -a.log_prob),
-        Metric(
-            name="brier", title="Brier", higher_is_better=False, relative=True, rows=lambda a: a.squares - 2 * np.exp(a.log_prob) + 1
-        ),
+        Metric(name="brier", title="Brier", higher_is_better=False, relative=True, rows=lambda a: a.squares - 2 * np.exp(a.log_prob) + 1),
         Metric(name="ece", title="ECE", higher_is_better=False, margin=0.005, samples=calibration_error),
         Metric(name="f1_macro", title="F1-macro", higher_is_better=True, unit="points", scale=100, margin=0.003, samples=f1_macro),
         Metric(

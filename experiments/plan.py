@@ -14,10 +14,23 @@ from typing import Any
 
 import config as flags
 from experiments.grid import Arm, arms_of, check_names, value_of
-from utils import BadOption, did_you_mean
+from utils import BadOption, did_you_mean, whole_numbers
 
 FILE = "plan.json"
-KEYS = ("arms", "common", "seeds", "baseline", "metric", "margin", "looks", "calibrated", "published", "about")  # of a YAML plan
+KEYS = (
+    "arms",
+    "common",
+    "seeds",
+    "baseline",
+    "metric",
+    "margin",
+    "looks",
+    "calibrated",
+    "within",
+    "threads",
+    "published",
+    "about",
+)  # of a YAML plan
 OURS = ("output_dir", "seed", "feature_cache")  # what the comparison gives to each cell
 
 
@@ -30,7 +43,8 @@ class Plan:
     margin: float | None = None  # None: the metric's own
     looks: tuple[int, ...] = ()  # numbers of seeds after which it may end
     calibrated: bool = False
-    threads: int = 1  # of a cell: they change weights
+    within: tuple[str, ...] = ()  # predictors inside each run that are arms of their own
+    threads: int = 1  # of a run: they change weights
     later_seeds: tuple[int, ...] = ()  # that joined a plan which had begun
 
     def arm(self, name: str) -> Arm:
@@ -39,7 +53,8 @@ class Plan:
     @property
     def family(self) -> list[str]:
         """The arms whose comparison with the baseline was declared before anything ran."""
-        return [arm.name for arm in self.arms if arm.name != self.baseline and not arm.exploratory]
+        declared = [arm for arm in self.arms if not arm.exploratory]
+        return [name for name in shown_arms(declared, self.within, len(self.arms)) if name != self.baseline]
 
     def body(self) -> dict[str, Any]:
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "arms"}
@@ -53,14 +68,12 @@ def digest_of(body: Any) -> str:
 
 def checked(plan: Plan) -> Plan:
     """Refuses what can't be compared."""
-    names = [arm.name for arm in plan.arms]
-    check_names(names)
+    check_names([arm.name for arm in plan.arms])
+    names = shown_arms(plan.arms, plan.within)
     if plan.baseline not in names:
         raise BadOption("baseline", f"must be one of the arms {', '.join(names)}{did_you_mean(plan.baseline, names)}", plan.baseline)
     if len(set(plan.seeds)) < len(plan.seeds):
         raise BadOption("seeds", "must name each seed once", ",".join(map(str, plan.seeds)))
-    if plan.margin is not None and not plan.margin >= 0:
-        raise BadOption("margin", "must be at least 0", plan.margin)
     if plan.looks and (list(plan.looks) != sorted(set(plan.looks)) or plan.looks[0] < 2 or plan.looks[-1] > len(plan.seeds)):
         rule = f"must be rising numbers of seeds from 2 to {len(plan.seeds)}"
         raise BadOption("looks", rule, ",".join(map(str, plan.looks)))
@@ -71,22 +84,66 @@ def checked(plan: Plan) -> Plan:
 
 
 def seeds_of(text: str) -> tuple[int, ...]:
-    """"5" is 0 to 4; "3,7,11" are these."""
+    """ "5" is 0 to 4; "3,7,11" are these."""
     words = [word.strip() for word in text.split(",")]
     if not all(re.fullmatch(r"\d{1,18}", word) for word in words) or (len(words) == 1 and not 1 <= int(words[0]) <= 10_000):
         raise BadOption("seeds", "must be how many (5), or several with commas between (3,7,11)", text)
     return tuple(map(int, words)) if len(words) > 1 else tuple(range(int(words[0])))
 
 
-def arms_typed(given: Mapping[str, str]) -> list[Arm]:
-    """The grid of the flags on the command line."""
-    for name in given:
-        if name in OURS and name != "feature_cache":
-            raise BadOption(name, "is given to each run by the comparison: use --seeds" if name == "seed" else "names no single run here")
-    arms = arms_of(given)
+def sources_of(text: str) -> tuple[str, ...]:
+    """ "linear | attention.calibrated", or with commas."""
+    words = tuple(word.strip() for word in text.replace("|", ",").split(",") if word.strip())
+    if len(words) < 2 or len(set(words)) < len(words):
+        raise BadOption("within", "must name at least two predictors, each once, with commas between", text)
+    return words
+
+
+def shown_arms(arms: Sequence[Arm], within: Sequence[str], count: int | None = None) -> list[str]:
+    """Arms by name; predictors inside them are arms of their own. `count`: how many arms there are in all."""
+    if not within:
+        return [arm.name for arm in arms]
+    return [source if (count or len(arms)) == 1 else f"{arm.name}: {source}" for arm in arms for source in within]
+
+
+def arms_typed(given: Mapping[str, str], config: str | None = None) -> list[Arm]:
+    """The grid of the flags on the command line. `config`: a YAML file of defaults for all arms."""
+    if "seed" in given:
+        raise BadOption("seed", "is given to each run by the comparison: use --seeds", given["seed"])
+    in_file = flags.read_yaml(config) if config else {}
+    if in_file.get("plugin") and "plugin" not in given:
+        raise BadOption("plugin", f"must be typed: {config} names {in_file['plugin']}, and no code runs because a file names it")
+    shared = {name: value for name, value in in_file.items() if name not in ("seed", "output_dir") and name not in given}
+    arms = [dataclasses.replace(arm, flags={**shared, **arm.flags}) for arm in arms_of(given)]
     for arm in arms:
         flags.check(arm.flags)
     return arms
+
+
+def absolute(arms: Sequence[Arm]) -> list[Arm]:
+    """With files as they are found from anywhere: the plan may be gone on with from another directory."""
+    from run.saved import with_absolute_paths  # late: torch takes its time
+
+    return [dataclasses.replace(arm, flags=with_absolute_paths(arm.flags)) for arm in arms]
+
+
+def declared_in(rest: Mapping[str, Any]) -> dict[str, Any]:
+    """What a YAML plan declares, as values."""
+    found = {name: str(rest[name]) for name in ("baseline", "metric") if name in rest}
+    values: dict[str, Any] = dict(found)
+    if "seeds" in rest:
+        seeds = rest["seeds"]
+        values["seeds"] = seeds_of(",".join(map(str, seeds)) if isinstance(seeds, list) and len(seeds) > 1 else str(seeds).strip("[]"))
+    if "margin" in rest:
+        try:
+            values["margin"] = float(rest["margin"])
+        except (TypeError, ValueError):
+            raise BadOption("margin", "must be a number", str(rest["margin"])) from None
+    if "looks" in rest:
+        values["looks"] = whole_numbers("looks", rest["looks"])
+    if "within" in rest:
+        values["within"] = sources_of(",".join(rest["within"]) if isinstance(rest["within"], list) else str(rest["within"]))
+    return {**values, "calibrated": True} if rest.get("calibrated") else values
 
 
 def read_plan(path: str, typed: Mapping[str, str]) -> tuple[list[Arm], dict[str, Any]]:
@@ -123,7 +180,7 @@ def read_plan(path: str, typed: Mapping[str, str]) -> tuple[list[Arm], dict[str,
         except BadOption as error:
             raise BadOption(error.option, f"{error.rule}, in arm {name!r} of {path}", error.value) from None
         arms.append(Arm(str(name), {n: v for n, v in parsed.items() if v is not None}, published=published.get(name) or {}))
-    rest = {key: body[key] for key in ("seeds", "baseline", "metric", "margin", "looks", "calibrated") if body.get(key) is not None}
+    rest = {key: body[key] for key in KEYS if key not in ("arms", "common", "published", "about") and body.get(key) is not None}
     return arms, rest
 
 
@@ -146,7 +203,9 @@ def read(folder: Path) -> Plan | None:
     except (ValueError, KeyError, AttributeError, OSError):
         raise BadOption("output_dir", f"must hold a whole {FILE}", str(folder)) from None
     if digest_of(body) != claimed:
-        raise BadOption("output_dir", f"holds a {FILE} that was changed by hand: a plan is what was written before anything ran", str(folder))
+        raise BadOption(
+            "output_dir", f"holds a {FILE} that was changed by hand: a plan is what was written before anything ran", str(folder)
+        )
     body.pop("family")
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in body.items()}
     return Plan(**{**values, "arms": tuple(Arm(**arm) for arm in body["arms"])})
@@ -154,7 +213,7 @@ def read(folder: Path) -> Plan | None:
 
 def extended(old: Plan, arms: Sequence[Arm], typed: Mapping[str, Any]) -> Plan:
     """A plan that has begun, with arms and seeds that join it; all else is as it was declared."""
-    for name in ("baseline", "metric", "margin", "looks", "calibrated"):
+    for name in ("baseline", "metric", "margin", "looks", "calibrated", "within"):
         if name in typed and typed[name] != getattr(old, name):
             now = getattr(old, name)
             raise BadOption(name, f"contradicts the plan, which has {'the default' if now is None else now}", typed[name])

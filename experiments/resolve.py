@@ -130,7 +130,7 @@ def canonical(config: Config, device: str) -> dict[str, Any]:
 
 
 def canonical_layers(pattern: str, shared: dict[str, Any]) -> list[tuple[str, dict[str, Any], int]]:
-    """"KvtAttention" with K = 9 and "KvtAttention(K=9)" are one layer."""
+    """ "KvtAttention" with K = 9 and "KvtAttention(K=9)" are one layer."""
     found = []
     for call, count in parse_parts(pattern, "layer"):
         known = layers.LAYERS[call.name]

@@ -1,0 +1,257 @@
+"""`compare`: plans, runs what is left, and gives the verdict."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments import plan as plans
+from experiments.arms import Comparison
+from experiments.cells import Place, place_of, state_of
+from experiments.comparison import compared, finished_runs, from_plan
+from experiments.launch import FailedFast, Launch, Workers, check_can_fork, failure, tell_jobs
+from experiments.live import Progress
+from experiments.plan import Plan
+from inputs.store import write_json
+from run.directory import RESULTS, check_writable
+from utils import BadOption, Halt, parse_whole_number, say, whole_numbers
+
+RETRIED = ("failed", "stale")
+DECLARED = ("seeds", "baseline", "metric", "margin", "looks", "calibrated", "within")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What was typed, but for the flags of training. None: not typed."""
+
+    seeds: str | None = None
+    baseline: str | None = None
+    metric: str | None = None
+    margin: str | None = None
+    plan: str | None = None
+    config: str | None = None
+    jobs: str | None = None
+    threads: str | None = None
+    retry: str | None = None
+    looks: str | None = None
+    within: str | None = None
+    output_dir: str | None = None
+    fail_fast: bool = False
+    calibrated: bool = False
+    dry_run: bool = False
+
+    def declared(self) -> dict[str, Any]:
+        """What belongs to the plan, as values."""
+        found: dict[str, Any] = {name: value for name in ("baseline", "metric") if (value := getattr(self, name))}
+        if self.seeds:
+            found["seeds"] = plans.seeds_of(self.seeds)
+        if self.margin:
+            found["margin"] = number("margin", self.margin)
+        if self.looks:
+            found["looks"] = whole_numbers("looks", self.looks)
+        if self.within:
+            found["within"] = plans.sources_of(self.within)
+        return {**found, "calibrated": True} if self.calibrated else found
+
+
+def number(option: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise BadOption(option, "must be a number", text) from None
+
+
+def compare(runs: Sequence[str], typed: Mapping[str, str], asked: Asked) -> int:
+    """The exit code: 1 if any run of the comparison has no result."""
+    declared = asked.declared()
+    if runs:
+        if typed or asked.plan or asked.seeds or asked.looks:
+            raise BadOption("compare", "takes finished runs, or flags that make runs, not both", runs[0])
+        kept = {name: value for name, value in declared.items() if name not in ("seeds", "looks")}
+        folder = Path(asked.output_dir or default_folder())
+        check_writable(folder)
+        conclude(finished_runs(runs, kept), folder)
+        return 0
+    folder = Path(asked.output_dir or default_folder())
+    check_writable(folder)
+    jobs = parse_whole_number("jobs", asked.jobs or "1", 1)
+    plan = planned(folder, typed, asked, declared, jobs)
+    made = Making.of(plan, folder)
+    if asked.dry_run:
+        from experiments.preview import preview
+
+        print(preview(plan, folder, made.made_with, made.same_as, jobs))
+        return 0
+    check_can_fork()
+    write_json(folder / plans.FILE, plan.body())
+    tell_jobs(jobs, plan.threads)
+    return made.run(jobs, retried(asked.retry), fail_fast=asked.fail_fast)
+
+
+def default_folder() -> str:
+    return f"runs/{time.strftime('%Y%m%d-%H%M%S')}-compare"
+
+
+def retried(text: str | None) -> frozenset[str]:
+    states = [word.strip() for word in (text or "").split(",") if word.strip()]
+    for state in states:
+        if state not in RETRIED:
+            raise BadOption("retry", f"must be of {', '.join(RETRIED)}, with commas between", text)
+    return frozenset(states)
+
+
+# ---------------------------------------------------------------- the plan
+
+
+def planned(folder: Path, typed: Mapping[str, str], asked: Asked, declared: dict[str, Any], jobs: int) -> Plan:
+    """The plan that the directory has, with what joins it, or a new one."""
+    old = plans.read(folder)
+    rest: dict[str, Any] = {}
+    if asked.plan:
+        arms, rest = plans.read_plan(asked.plan, typed)
+    elif typed or asked.config or old is None:
+        arms = plans.arms_typed(typed, asked.config)
+    else:
+        arms = []
+    declared = {**plans.declared_in(rest), **declared}
+    if old is not None and (folder / "cells").exists():
+        if asked.threads and parse_whole_number("threads", asked.threads, 1) != old.threads:
+            raise BadOption("threads", f"contradicts the plan, which has {old.threads}: threads change weights", asked.threads)
+        return plans.checked(plans.extended(old, plans.absolute(arms), declared))
+    if old is not None and not arms:
+        return plans.checked(dataclasses.replace(old, **declared))
+    threads = parse_whole_number("threads", asked.threads or str(rest.get("threads") or plans.threads_for(jobs)), 1)
+    declared.setdefault("seeds", plans.seeds_of("3"))
+    arms = plans.absolute(arms)
+    declared.setdefault("baseline", plans.shown_arms(arms, declared.get("within", ()))[0])
+    return plans.checked(Plan(arms=tuple(arms), threads=threads, **declared))
+
+
+# ---------------------------------------------------------------- running it
+
+
+@dataclass(frozen=True)
+class Making:
+    """A plan, its directory, and what its runs are made with. `same_as`: arms that are an earlier one by another name."""
+
+    plan: Plan
+    folder: Path
+    made_with: Mapping[str, Mapping[str, str]]
+    same_as: Mapping[str, str]
+
+    @staticmethod
+    def of(plan: Plan, folder: Path) -> Making:
+        from_plan(plan, (), {})  # what can't be compared is refused before anything is loaded
+        from experiments.resolve import resolve  # late: torch takes its time
+
+        tried = frozenset(arm.name for arm in plan.arms if any((place_of(folder, arm.name, s).note).exists() for s in plan.seeds))
+        found = resolve(plan.arms, plan.seeds[0], tried=tried)
+        rows = {identity.test_rows: name for name, identity in found.items()}
+        if len(rows) > 1:
+            one, other = list(rows.values())[:2]
+            raise BadOption("dataset", f"must give all arms the same test rows: those of {one!r} and {other!r} differ")
+        first: dict[tuple[str, str, str], str] = {}
+        same = {name: first.setdefault((i.config, i.data, i.plugin), name) for name, i in found.items()}
+        same_as = {name: other for name, other in same.items() if name != other}
+        for name, other in same_as.items():
+            say(f"same: {name} is {other} by another name, and runs once")
+        return Making(plan, folder, {name: identity.made_with() for name, identity in found.items()}, same_as)
+
+    def places(self, seeds: Sequence[int], arms: Sequence[str] = ()) -> list[Place]:
+        """Seed by seed, so that pairs are complete early."""
+        names = [arm.name for arm in self.plan.arms if arm.name not in self.same_as]
+        return [place_of(self.folder, name, seed) for seed in seeds for name in names if not arms or name in arms]
+
+    def states(self, places: Sequence[Place]) -> dict[Place, str]:
+        return {place: state_of(place, self.made_with[place.arm]) for place in places}
+
+    def comparison(self, seeds: Sequence[int]) -> Comparison:
+        states = self.states(self.places(seeds))
+        return from_plan(self.plan, [(p, state) for p, state in states.items()], self.same_as)
+
+    @property
+    def modules(self) -> list[str]:
+        """What the runs will load, worth loading once for all."""
+        of_all = [arm.flags for arm in self.plan.arms]
+        timm = any(str(f.get("model", "")).startswith("timm/") for f in of_all)
+        digits = any(f.get("dataset", "digits") == "digits" for f in of_all)
+        return ["matplotlib.pyplot", *["timm"] * timm, *["sklearn.datasets"] * digits]
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """What runs with a frozen backbone are given: one place for features that are computed once."""
+        return {"feature_cache": str((self.folder / "features").resolve())}
+
+    def run(self, jobs: int, retry: frozenset[str], *, fail_fast: bool) -> int:
+        """Runs what is left, look by look, then the verdict."""
+        plan = self.plan
+        seeds, places, judged = list(plan.seeds), self.places(plan.seeds), None
+        told: list[bool] = []
+        progress = Progress(places, self.made_with, plan.metric, jobs, after=lambda: self.tell_power(told))
+        arms = {arm.name: arm for arm in plan.arms}
+        launch = Launch(arms, self.made_with, plan.threads, jobs, progress, retry, fail_fast, self.common)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the runs are saved
+        try:
+            with Workers(plan.threads, self.modules) as workers, progress:
+                open_arms: list[str] = []
+                for look in [*plan.looks, len(plan.seeds)]:
+                    seeds = list(plan.seeds[:look])
+                    launch.run(self.places(seeds, open_arms), workers)
+                    judged = self.comparison(seeds)
+                    if look == len(plan.seeds):
+                        break
+                    still = compared(judged).open_arms
+                    if not still:
+                        progress.line(f"looks: decided after {look} seeds, as the plan allows")
+                        break
+                    open_arms = [self.same_as.get(name, name) for name in (plan.baseline, *still)]
+        except KeyboardInterrupt:
+            raise Halt(f"stopped; what was done is saved. Go on with: {self.again(jobs)}", 130) from None
+        except FailedFast as stop:
+            raise Halt(f"{stop}. Go on with: {self.again(jobs)} --retry failed", 1) from None
+        assert judged is not None
+        return self.report(judged, jobs)
+
+    def again(self, jobs: int) -> str:
+        """The command that goes on."""
+        typed = next((f" --plugin {shlex.quote(str(arm.flags['plugin']))}" for arm in self.plan.arms if arm.flags.get("plugin")), "")
+        return f"python main.py compare --output_dir {shlex.quote(str(self.folder))} --jobs {jobs}{typed}"
+
+    def tell_power(self, told: list[bool]) -> None:
+        """Once, when the first two seeds of each arm are there: what the planned seeds will find."""
+        first_two = self.places(self.plan.seeds[:2])
+        if told or len(self.plan.seeds) < 2 or not all((place.run / RESULTS).exists() for place in first_two):
+            return
+        told.append(True)
+        from experiments.power import measured_power
+
+        if line := measured_power(self.comparison(self.plan.seeds[:2]), len(self.plan.seeds)):
+            say(line)
+
+    def report(self, judged: Comparison, jobs: int) -> int:
+        """The verdict, and what is missing for it."""
+        states = self.states(self.places(sorted({cell.seed for cell in judged.cells}, key=self.plan.seeds.index)))
+        conclude(judged, self.folder)
+        for place, state in states.items():
+            if state == "failed":
+                say(failure(place))
+        old = [place for place, state in states.items() if state == "stale"]
+        if old:
+            say(f"stale: {len(old)} results were made with other code, data or plugin ({old[0].title}); --retry stale makes them anew")
+        missing = [place for place in states if not (place.run / RESULTS).exists()]
+        if missing:
+            tries = " --retry failed" if "failed" in states.values() else ""
+            say(f"{len(missing)} of {len(states)} runs have no result. Try again: {self.again(jobs)}{tries}")
+        return 1 if missing else 0
+
+
+def conclude(comparison: Comparison, folder: Path) -> None:
+    from experiments.tables import write
+
+    print(write(compared(comparison), folder))

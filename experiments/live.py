@@ -1,0 +1,172 @@
+"""How far the runs of a comparison are: a table on a terminal, a line a run in a log."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from experiments.cells import Place, state_of
+from experiments.metrics import METRICS
+from run.directory import RESULTS
+from utils import say
+
+COLORS = {"done": "green", "running": "cyan", "failed": "red", "stopped": "yellow", "stale": "magenta", "pending": "dim"}
+MOST_ROWS = 40  # of the table; beyond, arms whose runs are all done or all pending are left out
+
+
+@dataclass
+class Progress:
+    """What can be told from the directories alone. `ours`: arm and seed to where the run is kept."""
+
+    places: Sequence[Place]
+    made_with: Mapping[str, Mapping[str, str]]
+    metric: str
+    jobs: int
+    after: Callable[[], None] = lambda: None  # called when a run has finished
+    done: dict[Path, Mapping[str, Any]] = field(default_factory=dict)
+    live: Any = None
+
+    def __enter__(self) -> Progress:
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.live import Live
+
+            self.live = Live(self.table(), console=Console(stderr=True), refresh_per_second=2)
+            self.live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.live:
+            self.live.update(self.table())
+            self.live.stop()
+
+    # ------------------------------------------------------------ what Launch calls
+
+    def line(self, text: str) -> None:
+        if self.live:
+            self.live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            say(text)
+
+    def show(self) -> None:
+        if self.live:
+            self.live.update(self.table())
+
+    def finished(self, place: Place) -> None:
+        results = self.results(place)
+        if not results:
+            return
+        count = sum((p.run / RESULTS).exists() for p in self.places)
+        left = f", {duration(left)} left" if (left := self.time_left()) else ""
+        score = f"{shown(self.metric, results['test'])}, " if "test" in results else ""
+        self.line(f"done: {place.title}: {score}{duration(results['seconds'])} of training ({count} of {len(self.places)}{left})")
+        self.after()
+
+    # ------------------------------------------------------------ measured
+
+    def results(self, place: Place) -> Mapping[str, Any]:
+        if place.run not in self.done:
+            try:
+                self.done[place.run] = json.loads((place.run / RESULTS).read_text())
+            except (OSError, ValueError):
+                return {}
+        return self.done[place.run]
+
+    def seconds_of(self, arm: str) -> float | None:
+        """What a run of this arm takes, by those that are done; of all arms, where none is."""
+        of_arm = [r["seconds"] for p in self.places if p.arm == arm and (r := self.results(p))]
+        of_all = of_arm or [r["seconds"] for p in self.places if (r := self.results(p))]
+        return statistics.median(of_all) if of_all else None
+
+    def time_left(self) -> float | None:
+        """Of all runs; None before the first is done."""
+        left = 0.0
+        for place in self.places:
+            if not (place.run / RESULTS).exists():
+                whole = self.seconds_of(place.arm)
+                if whole is None:
+                    return None
+                left += whole * (1 - share_done(place))
+        return left / self.jobs
+
+    # ------------------------------------------------------------ shown
+
+    def cell(self, place: Place) -> tuple[str, str]:
+        """State and what is to be said of it."""
+        state = state_of(place, self.made_with[place.arm])
+        if state in ("done", "stale") and (results := self.results(place)):
+            return state, shown(self.metric, results["test"])
+        if state != "running":
+            return state, state
+        line, epochs = last_epoch(place), epochs_of(place)
+        score = f" val {line['val']['accuracy']:.1%}" if line.get("val") else ""
+        whole = self.seconds_of(place.arm) or (line["seconds"] / line["epoch"] * epochs if line and epochs else None)
+        left = f" {duration(whole * (1 - share_done(place)))}" if whole else ""
+        return state, f"{line.get('epoch', 0)}/{epochs or '?'}{score}{left}"
+
+    def table(self) -> Any:
+        from rich.table import Table
+        from rich.text import Text
+
+        seeds, arms = list(dict.fromkeys(p.seed for p in self.places)), list(dict.fromkeys(p.arm for p in self.places))
+        cells = {(p.arm, p.seed): self.cell(p) for p in self.places}
+        rows = [arm for arm in arms if len({cells[arm, s][0] for s in seeds if (arm, s) in cells} - {"done", "pending"})]
+        told = arms if len(arms) <= MOST_ROWS else rows[:MOST_ROWS]
+        left = self.time_left()
+        count = sum(state == "done" for state, _ in cells.values())
+        table = Table(title=f"{count} of {len(cells)} runs done{f', {duration(left)} left' if left else ''}", title_justify="left")
+        table.add_column("arm")
+        for seed in seeds:
+            table.add_column(f"seed {seed}")
+        for arm in told:
+            states = [cells.get((arm, seed), ("pending", "")) for seed in seeds]
+            table.add_row(arm, *(Text(text, style=COLORS[state]) for state, text in states))
+        return table
+
+
+def shown(metric: str, scores: Mapping[str, float]) -> str:
+    value = scores.get(metric)
+    if value is None:
+        return "done"
+    scale = METRICS[metric].scale
+    return f"{metric.replace('_', ' ')} {value * scale:.2f}" if scale != 1 else f"{metric.replace('_', ' ')} {value:.4f}"
+
+
+def last_epoch(place: Place) -> Mapping[str, Any]:
+    """The last line of metrics.jsonl."""
+    try:
+        with (place.run / "metrics.jsonl").open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - 4096))
+            return dict(json.loads(file.read().splitlines()[-1]))
+    except (OSError, ValueError, IndexError):
+        return {}
+
+
+def epochs_of(place: Place) -> int:
+    try:
+        found = re.search(r"^num_epochs: (\d+)$", (place.run / "config.yaml").read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
+
+
+def share_done(place: Place) -> float:
+    """Of a run's epochs."""
+    line, epochs = last_epoch(place), epochs_of(place)
+    return min(1.0, line["epoch"] / epochs) if line and epochs else 0.0
+
+
+def duration(seconds: float) -> str:
+    """ "1 h 05 min", "4 min 10 s", "12 s"."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"

@@ -185,6 +185,7 @@ class EvaluationOptions:
 class SystemOptions:
     device: str = flag("auto", "where to compute", choices=("auto", "cpu", "cuda", "mps"))
     seed: int = flag(0, "weights, order, augmentation and noise in training follow from it", rule=SEED)
+    paired_init: bool = flag(False, "parts that models share start with the same weights from one seed; compare sets it")
     deterministic: bool = flag(False, "same numbers on every run with the same thread count; errors where torch can't")
     workers: int | None = flag(None, "processes that read image files (default: the cores, 8 at most)", rule=at_least(0))
     use_amp: bool = flag(False, "bf16 autocast (fp16 with loss scaling on GPUs without bf16)")

@@ -60,9 +60,9 @@ def place_of(folder: Path, arm: str, seed: int) -> Place:
 
 
 def folder_name(arm: str) -> str:
-    """An arm's name as a directory's. What is lost by that, or by case on some systems, a few digits of its hash tell apart."""
-    plain = re.sub(r"[^0-9A-Za-z.=,+*()-]+", "_", arm).strip("_.")[:60]
-    return plain if plain == arm and plain.islower() else f"{plain}-{hashlib.sha256(arm.encode()).hexdigest()[:6]}"
+    """An arm's name as a directory's; of one that is long, what is cut off is told by its hash."""
+    plain = re.sub(r"[^0-9A-Za-z.=,+-]+", "_", arm).strip("_.")
+    return plain if len(plain) <= 80 else f"{plain[:70]}-{hashlib.sha256(arm.encode()).hexdigest()[:8]}"
 
 
 # ---------------------------------------------------------------- states
@@ -107,9 +107,13 @@ def claimed(place: Place) -> Iterator[bool]:
     place.lock.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(place.lock, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        if not any(_locked(handle, alone=True) or time.sleep(0.002) for _ in range(TRIES)):
-            yield False
-            return
+        for left in range(TRIES, 0, -1):
+            if _locked(handle, alone=True):
+                break
+            if left == 1:
+                yield False
+                return
+            time.sleep(0.002)
         os.ftruncate(handle, 0)
         who = {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         os.pwrite(handle, (json.dumps(who) + "\n").encode(), 0)

@@ -23,7 +23,6 @@ from run.directory import RESULTS, check_writable
 from utils import BadOption, Halt, parse_whole_number, say, whole_numbers
 
 RETRIED = ("failed", "stale")
-DECLARED = ("seeds", "baseline", "metric", "margin", "looks", "calibrated", "within")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,8 +36,8 @@ def arms_of(given: Mapping[str, str]) -> list[Arm]:
         raise BadOption("compare", f"takes at most {MOST_ARMS} arms", count)
     several = [name for name, values in choices.items() if len(values) > 1]
     arms = []
-    for values in itertools.product(*choices.values()):
-        typed = dict(zip(choices, values, strict=True))
+    for row in itertools.product(*choices.values()):
+        typed = dict(zip(choices, row, strict=True))
         words = [typed[n] if n in BY_THEMSELVES else f"{n}={typed[n]}" for n in several]
         arms.append(Arm(", ".join(words) or only_name(typed), {name: value_of(name, text) for name, text in typed.items()}))
     check_names([arm.name for arm in arms])

@@ -141,7 +141,7 @@ class Launch:
             self.view.line(f"stale: {place.title} was begun with other code, data or plugin, and begins anew")
         job = {"arm": place.arm, "seed": place.seed, "run": str(place.run), "made_with": self.made_with[place.arm]}
         own = self.arms[place.arm].flags
-        given = {**(self.common if own.get("freeze_backbone") else {}), **own, "seed": place.seed}
+        given = {"paired_init": True, **(self.common if own.get("freeze_backbone") else {}), **own, "seed": place.seed}
         workers.start({**job, "flags": given, "threads": self.threads, "again": again})
         at_work[str(place.run)] = place
 

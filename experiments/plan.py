@@ -13,24 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import config as flags
+from experiments.cells import folder_name
 from experiments.grid import Arm, arms_of, check_names, value_of
 from utils import BadOption, did_you_mean, whole_numbers
 
 FILE = "plan.json"
-KEYS = (
-    "arms",
-    "common",
-    "seeds",
-    "baseline",
-    "metric",
-    "margin",
-    "looks",
-    "calibrated",
-    "within",
-    "threads",
-    "published",
-    "about",
-)  # of a YAML plan
+DECLARED = ("seeds", "baseline", "metric", "margin", "looks", "calibrated", "within", "threads")
+KEYS = ("arms", "common", "published", "about", *DECLARED)  # of a YAML plan
 OURS = ("output_dir", "seed", "feature_cache")  # what the comparison gives to each cell
 
 
@@ -74,6 +63,10 @@ def checked(plan: Plan) -> Plan:
         raise BadOption("baseline", f"must be one of the arms {', '.join(names)}{did_you_mean(plan.baseline, names)}", plan.baseline)
     if len(set(plan.seeds)) < len(plan.seeds):
         raise BadOption("seeds", "must name each seed once", ",".join(map(str, plan.seeds)))
+    folders: dict[str, str] = {}
+    for arm in plan.arms:
+        if (other := folders.setdefault(folder_name(arm.name).lower(), arm.name)) != arm.name:
+            raise BadOption("compare", f"must give arms names that differ in letters or digits: {other!r} and {arm.name!r} do not")
     if plan.looks and (list(plan.looks) != sorted(set(plan.looks)) or plan.looks[0] < 2 or plan.looks[-1] > len(plan.seeds)):
         rule = f"must be rising numbers of seeds from 2 to {len(plan.seeds)}"
         raise BadOption("looks", rule, ",".join(map(str, plan.looks)))
@@ -180,7 +173,7 @@ def read_plan(path: str, typed: Mapping[str, str]) -> tuple[list[Arm], dict[str,
         except BadOption as error:
             raise BadOption(error.option, f"{error.rule}, in arm {name!r} of {path}", error.value) from None
         arms.append(Arm(str(name), {n: v for n, v in parsed.items() if v is not None}, published=published.get(name) or {}))
-    rest = {key: body[key] for key in KEYS if key not in ("arms", "common", "published", "about") and body.get(key) is not None}
+    rest = {key: body[key] for key in DECLARED if body.get(key) is not None}
     return arms, rest
 
 
@@ -206,9 +199,10 @@ def read(folder: Path) -> Plan | None:
         raise BadOption(
             "output_dir", f"holds a {FILE} that was changed by hand: a plan is what was written before anything ran", str(folder)
         )
-    body.pop("family")
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in body.items()}
-    return Plan(**{**values, "arms": tuple(Arm(**arm) for arm in body["arms"])})
+    if strange := set(body) - {f.name for f in dataclasses.fields(Plan)} - {"family"}:
+        raise BadOption("output_dir", f"holds a {FILE} of a version with other entries ({', '.join(sorted(strange))})", str(folder))
+    values: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in body.items() if n not in ("family", "arms")}
+    return Plan(arms=tuple(Arm(**arm) for arm in body["arms"]), **values)
 
 
 def extended(old: Plan, arms: Sequence[Arm], typed: Mapping[str, Any]) -> Plan:

@@ -27,8 +27,8 @@ from utils import WARNINGS, BadOption, options_of, parse_parts, say
 
 ROOT = Path(__file__).parent.parent
 # What a run is made by: an edit elsewhere (pictures, comparisons, the command line) changes no number of it.
-CODE = ("config.py", "dataset.py", "train_eval.py", "utils.py")
-CODE += ("layers", "models", "classifiers", "inputs", "training", "evaluation", "run", "native")
+FILES = ("config.py", "dataset.py", "train_eval.py", "utils.py")
+ROOMS = ("layers", "models", "classifiers", "inputs", "training", "evaluation", "run", "native")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Identity:
 def code_digest() -> str:
     """Of all source files that a run is made by."""
     digest = hashlib.sha256()
-    for name in CODE:
+    for name in FILES + ROOMS:
         path = ROOT / name
         files = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.suffix in (".py", ".c", ".h", ".cpp"))
         for file in files:
@@ -91,7 +91,7 @@ class Rows:
 
     def of(self, given: Mapping[str, Any]) -> Data:
         # Only the last one is kept: arms that share their rows mostly stand side by side, and several large sets would fill the memory.
-        options = flags.TOPICS["data"].__dataclass_fields__
+        options = [name for name, topic in flags.TOPIC_OF.items() if topic == "data"]
         key = json.dumps([(n, given.get(n)) for n in (*options, "plugin")] + [given.get("model") == "identity"])
         if key not in self.loaded:
             self.loaded = {key: load_data(given)}
@@ -99,7 +99,7 @@ class Rows:
 
 
 def identity_of(arm: Arm, seed: int, code: str, rows: Rows, *, build: bool) -> Identity:
-    given = with_absolute_paths({**arm.flags, "seed": seed})
+    given = with_absolute_paths({"paired_init": True, **arm.flags, "seed": seed})
     load_plugin(given.get("plugin"))
     device = choose_device(given.get("device", "auto"))
     data = rows.of(given)

@@ -21,6 +21,7 @@ from inputs.batches import AnyBatches, Batches, Sets
 from inputs.features import Features, Reading, digest_of
 from inputs.rows import Batch, Data, Split
 from run.checks import rows_in_bank
+from run.pairing import paired
 from run.plugin import digest_of as digest_of_plugin
 from run.provenance import versions
 from utils import WARNINGS, BadOption, options_of, say, seed_everything, warn, whole_numbers
@@ -98,8 +99,13 @@ def build_model(config: Config, data: Data, device: torch.device, *, trained: bo
         attention_dropout=options.attention_dropout,
         pretrained=None if trained else options.pretrained,
     )
-    backbone: Any = models.build(spec)
-    head = build_head(config, backbone.num_features, data.num_classes)
+
+    def build() -> tuple[Any, Head]:
+        backbone: Any = models.build(spec)
+        return backbone, build_head(config, backbone.num_features, data.num_classes)
+
+    # NOTE: a checkpoint's model draws its weights too, to be replaced; what it draws matters to nothing.
+    backbone, head = paired(config.system.seed, build) if config.system.paired_init and not trained else build()
     if options.freeze_backbone:
         backbone.requires_grad_(False)
         if not (options.pretrained or trained or options.model == "identity"):

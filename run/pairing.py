@@ -57,8 +57,7 @@ def seeds_of(seed: int, filled: Sequence[Tensor], modules: Sequence[nn.Module]) 
     """A seed a draw: of the parameter that it fills and how often it was filled before, or, of what became a part of a parameter only
     later, of its shape."""
     names = {
-        # The linear layer of a head is the same part whether it stands alone or beside a vote.
-        tensor.untyped_storage().data_ptr(): f"{number}.{name.rpartition('linear_part.head.')[2]}"
+        tensor.untyped_storage().data_ptr(): f"{number}.{part_name(name)}"
         for number, module in enumerate(modules)
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]
     }
@@ -69,3 +68,8 @@ def seeds_of(seed: int, filled: Sequence[Tensor], modules: Sequence[nn.Module]) 
         count[key] = count.get(key, 0) + 1
         seeds.append(fold_in(seed, int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big"), count[key]))
     return seeds
+
+
+def part_name(name: str) -> str:
+    """A linear layer, or a vote, is the same part of a head whether it stands alone or in an interpolation of both."""
+    return name.replace("predictor.linear.head.", "").replace("predictor.vote.", "predictor.")

@@ -54,7 +54,8 @@ def test_heads_share_backbone_and_linear_layer(dense: dict[str, Tensor]) -> None
     assert not differ(dense, both)
     assert not differ(votes, both)
     assert len([name for name in shared(votes, both) if name.startswith("head.")]) >= 4
-    assert torch.equal(dense["head.fc.weight"], next(w for name, w in both.items() if name.endswith("linear_part.head.fc.weight")))
+    assert torch.equal(dense["head.fc.weight"], both["head.predictor.linear.head.fc.weight"])
+    assert torch.equal(votes["head.predictor.weigh.q_proj.weight"], both["head.predictor.vote.weigh.q_proj.weight"])
 
 
 def test_another_seed_gives_other_weights_and_the_same_seed_the_same(dense: dict[str, Tensor]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from experiments import plan as plans
 from experiments.arms import Comparison
-from experiments.cells import Place, place_of, state_of
+from experiments.cells import Place, changed, place_of, state_of
 from experiments.comparison import compared, finished_runs, from_plan
 from experiments.launch import FailedFast, Launch, Workers, check_can_fork, failure, tell_jobs
 from experiments.live import Progress
@@ -81,11 +81,11 @@ def compare(runs: Sequence[str], typed: Mapping[str, str], asked: Asked) -> int:
     check_writable(folder)
     jobs = parse_whole_number("jobs", asked.jobs or "1", 1)
     plan = planned(folder, typed, asked, declared, jobs)
-    made = Making.of(plan, folder)
+    made = Making.of(plan, folder, measure=asked.dry_run)
     if asked.dry_run:
         from experiments.preview import preview
 
-        print(preview(plan, folder, made.made_with, made.same_as, jobs))
+        print(preview(plan, made.states(made.places(plan.seeds)), made.seconds, made.same_as, jobs))
         return 0
     check_can_fork()
     write_json(folder / plans.FILE, plan.body())
@@ -143,14 +143,20 @@ class Making:
     folder: Path
     made_with: Mapping[str, Mapping[str, str]]
     same_as: Mapping[str, str]
+    seconds: Mapping[str, float]  # of a run of each arm, where it was measured
 
     @staticmethod
-    def of(plan: Plan, folder: Path) -> Making:
+    def of(plan: Plan, folder: Path, *, measure: bool = False) -> Making:
         from_plan(plan, (), {})  # what can't be compared is refused before anything is loaded
-        from experiments.resolve import resolve  # late: torch takes its time
+        from experiments.preview import seconds_of_run  # late: torch takes its time
+        from experiments.resolve import resolve
 
+        if measure:
+            import torch
+
+            torch.set_num_threads(plan.threads)
         tried = frozenset(arm.name for arm in plan.arms if any((place_of(folder, arm.name, s).note).exists() for s in plan.seeds))
-        found = resolve(plan.arms, plan.seeds[0], tried=tried)
+        found = resolve(plan.arms, plan.seeds[0], tried=tried, measure=seconds_of_run if measure else None)
         rows = {identity.test_rows: name for name, identity in found.items()}
         if len(rows) > 1:
             one, other = list(rows.values())[:2]
@@ -160,7 +166,8 @@ class Making:
         same_as = {name: other for name, other in same.items() if name != other}
         for name, other in same_as.items():
             say(f"same: {name} is {other} by another name, and runs once")
-        return Making(plan, folder, {name: identity.made_with() for name, identity in found.items()}, same_as)
+        made_with, seconds = {n: i.made_with() for n, i in found.items()}, {n: i.seconds for n, i in found.items()}
+        return Making(plan, folder, made_with, same_as, seconds)
 
     def places(self, seeds: Sequence[int], arms: Sequence[str] = ()) -> list[Place]:
         """Seed by seed, so that pairs are complete early."""
@@ -170,9 +177,9 @@ class Making:
     def states(self, places: Sequence[Place]) -> dict[Place, str]:
         return {place: state_of(place, self.made_with[place.arm]) for place in places}
 
-    def comparison(self, seeds: Sequence[int]) -> Comparison:
-        states = self.states(self.places(seeds))
-        return from_plan(self.plan, [(p, state) for p, state in states.items()], self.same_as)
+    def comparison(self) -> Comparison:
+        states = self.states(self.places(self.plan.seeds))
+        return from_plan(self.plan, list(states.items()), self.same_as)
 
     @property
     def modules(self) -> list[str]:
@@ -189,64 +196,70 @@ class Making:
 
     def run(self, jobs: int, retry: frozenset[str], *, fail_fast: bool) -> int:
         """Runs what is left, look by look, then the verdict."""
-        plan = self.plan
-        seeds, places, judged = list(plan.seeds), self.places(plan.seeds), None
-        told: list[bool] = []
-        progress = Progress(places, self.made_with, plan.metric, jobs, after=lambda: self.tell_power(told))
+        plan, told = self.plan, list[bool]()
+        places = self.places(plan.seeds)
+        progress = Progress(places, self.made_with, plan.metric, jobs, after=lambda: self.tell_power(told, progress))
         arms = {arm.name: arm for arm in plan.arms}
         launch = Launch(arms, self.made_with, plan.threads, jobs, progress, retry, fail_fast, self.common)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the runs are saved
         try:
             with Workers(plan.threads, self.modules) as workers, progress:
-                open_arms: list[str] = []
-                for look in [*plan.looks, len(plan.seeds)]:
-                    seeds = list(plan.seeds[:look])
-                    launch.run(self.places(seeds, open_arms), workers)
-                    judged = self.comparison(seeds)
-                    if look == len(plan.seeds):
-                        break
-                    still = compared(judged).open_arms
-                    if not still:
-                        progress.line(f"looks: decided after {look} seeds, as the plan allows")
-                        break
-                    open_arms = [self.same_as.get(name, name) for name in (plan.baseline, *still)]
+                wanted = self.look_by_look(launch, workers)
         except KeyboardInterrupt:
             raise Halt(f"stopped; what was done is saved. Go on with: {self.again(jobs)}", 130) from None
         except FailedFast as stop:
             raise Halt(f"{stop}. Go on with: {self.again(jobs)} --retry failed", 1) from None
-        assert judged is not None
-        return self.report(judged, jobs)
+        return self.report(wanted, jobs)
+
+    def look_by_look(self, launch: Launch, workers: Workers) -> list[Place]:
+        """The runs that the plan wanted: all of them, or those up to the look at which every arm was decided."""
+        plan, before, open_arms = self.plan, 0, list[str]()
+        wanted: list[Place] = []
+        for look in sorted({*plan.looks, len(plan.seeds)}):
+            more = self.places(plan.seeds[before:look], open_arms)
+            launch.run(more, workers)
+            wanted, before = wanted + more, look
+            if look in plan.looks and look < len(plan.seeds):
+                still = compared(self.comparison()).open_arms
+                if not still:
+                    launch.view.line(f"looks: decided after {look} seeds, as the plan allows")
+                    break
+                # With predictors as arms, their run is what goes on.
+                names = [arm.name for arm in plan.arms for n in (plan.baseline, *still) if n == arm.name or plan.within]
+                open_arms = [self.same_as.get(name, name) for name in names]
+        return wanted
 
     def again(self, jobs: int) -> str:
         """The command that goes on."""
         typed = next((f" --plugin {shlex.quote(str(arm.flags['plugin']))}" for arm in self.plan.arms if arm.flags.get("plugin")), "")
         return f"python main.py compare --output_dir {shlex.quote(str(self.folder))} --jobs {jobs}{typed}"
 
-    def tell_power(self, told: list[bool]) -> None:
+    def tell_power(self, told: list[bool], progress: Progress) -> None:
         """Once, when the first two seeds of each arm are there: what the planned seeds will find."""
-        first_two = self.places(self.plan.seeds[:2])
-        if told or len(self.plan.seeds) < 2 or not all((place.run / RESULTS).exists() for place in first_two):
+        plan = self.plan
+        if told or len(plan.seeds) < 2 or not all((place.run / RESULTS).exists() for place in self.places(plan.seeds[:2])):
             return
         told.append(True)
         from experiments.power import measured_power
 
-        if line := measured_power(self.comparison(self.plan.seeds[:2]), len(self.plan.seeds)):
-            say(line)
+        if line := measured_power(self.comparison(), len(plan.seeds)):
+            progress.line(line)
 
-    def report(self, judged: Comparison, jobs: int) -> int:
+    def report(self, wanted: Sequence[Place], jobs: int) -> int:
         """The verdict, and what is missing for it."""
-        states = self.states(self.places(sorted({cell.seed for cell in judged.cells}, key=self.plan.seeds.index)))
-        conclude(judged, self.folder)
+        states = self.states(wanted)
+        missing = [place for place in wanted if not (place.run / RESULTS).exists()]
+        if len(missing) < len(wanted):
+            conclude(self.comparison(), self.folder)
         for place, state in states.items():
             if state == "failed":
                 say(failure(place))
-        old = [place for place, state in states.items() if state == "stale"]
-        if old:
-            say(f"stale: {len(old)} results were made with other code, data or plugin ({old[0].title}); --retry stale makes them anew")
-        missing = [place for place in states if not (place.run / RESULTS).exists()]
+        if old := [place for place, state in states.items() if state == "stale"]:
+            what = ", ".join(dict.fromkeys(word for place in old for word in changed(place, self.made_with[place.arm])))
+            say(f"stale: {len(old)} results were made with another {what}; --retry stale makes them anew")
         if missing:
             tries = " --retry failed" if "failed" in states.values() else ""
-            say(f"{len(missing)} of {len(states)} runs have no result. Try again: {self.again(jobs)}{tries}")
+            say(f"{len(missing)} of {len(wanted)} runs have no result. Go on with: {self.again(jobs)}{tries}")
         return 1 if missing else 0
 
 

@@ -6,13 +6,16 @@ import contextlib
 import hashlib
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import config as flags
 import layers
+from classifiers.classifier import Classifier
 from config import Config
 from experiments.grid import Arm
 from inputs.rows import Data
@@ -40,6 +43,7 @@ class Identity:
     code: str
     plugin: str
     test_rows: str
+    seconds: float = 0.0  # that a run takes, where it was measured
 
     def made_with(self) -> dict[str, str]:
         return {"config": self.config, "data": self.data, "code": self.code, "plugin": self.plugin}
@@ -56,14 +60,22 @@ def code_digest() -> str:
     return digest.hexdigest()
 
 
-def resolve(arms: tuple[Arm, ...], seed: int, *, tried: frozenset[str] = frozenset()) -> dict[str, Identity]:
-    """Each arm completed, and those not `tried` before built and tried with one row: what can't work ends here, before anything runs."""
+Measure = Callable[[Config, Data, Classifier, torch.device], float]
+
+
+def resolve(
+    arms: Sequence[Arm], seed: int, *, tried: frozenset[str] = frozenset(), measure: Measure | None = None
+) -> dict[str, Identity]:
+    """Each arm completed, and those not `tried` before built and tried with one row: what can't work ends here, before anything runs.
+
+    `measure` is asked how long a run of each arm that is built takes.
+    """
     code, rows, found = code_digest(), Rows(), {}
     told: dict[str, None] = {}
     for arm in arms:
         try:
             with listened(told):
-                found[arm.name] = identity_of(arm, seed, code, rows, build=arm.name not in tried)
+                found[arm.name] = identity_of(arm, seed, code, rows, build=arm.name not in tried, measure=measure)
         except BadOption as error:
             where = f", in arm {arm.name}" if len(arms) > 1 else ""
             raise BadOption(error.option, f"{error.rule}{where}", error.value) from None
@@ -98,18 +110,20 @@ class Rows:
         return self.loaded[key]
 
 
-def identity_of(arm: Arm, seed: int, code: str, rows: Rows, *, build: bool) -> Identity:
+def identity_of(arm: Arm, seed: int, code: str, rows: Rows, *, build: bool, measure: Measure | None) -> Identity:
     given = with_absolute_paths({"paired_init": True, **arm.flags, "seed": seed})
     load_plugin(given.get("plugin"))
     device = choose_device(given.get("device", "auto"))
     data = rows.of(given)
     config = complete(given, data)
+    seconds = 0.0
     if build:
-        Parts.of(config, with_published_normalization(config, data), device)
+        parts = Parts.of(config, with_published_normalization(config, data), device)
+        seconds = measure(config, parts.data, parts.model, device) if measure else 0.0
     plugin = digest_of_plugin(given["plugin"]) if given.get("plugin") else ""
     text = json.dumps(canonical(config, device.type), sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    return Identity(digest, data.summary["sha256"], code, plugin, data.summary["test_sha256"])
+    return Identity(digest, data.summary["sha256"], code, plugin, data.summary["test_sha256"], seconds)
 
 
 # ---------------------------------------------------------------- one text for all that mean the same

@@ -154,8 +154,14 @@ def _locked(handle: int, *, alone: bool) -> bool:
 # ---------------------------------------------------------------- notes
 
 
-def note_start(place: Place, made_with: Mapping[str, str]) -> None:
-    write_json(place.note, {"made_with": dict(made_with), "begun": time.strftime("%Y-%m-%d %H:%M:%S")})
+def note_start(place: Place, made_with: Mapping[str, str], *, seconds: float) -> None:
+    """`seconds`: what a run that goes on has taken so far."""
+    write_json(place.note, {"made_with": dict(made_with), "begun": time.strftime("%Y-%m-%d %H:%M:%S"), "seconds": seconds})
+
+
+def note_time(place: Place, more: float) -> None:
+    note = read_note(place)
+    write_json(place.note, {**note, "seconds": round(note.get("seconds", 0.0) + more, 3)})
 
 
 def note_failure(place: Place, line: str, code: int) -> None:

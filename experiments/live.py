@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experiments.cells import Place, state_of
+from experiments.cells import Place, read_note, state_of
 from experiments.metrics import METRICS
 from run.directory import RESULTS
 from utils import say
@@ -65,7 +65,7 @@ class Progress:
         count = sum((p.run / RESULTS).exists() for p in self.places)
         left = f", {duration(left)} left" if (left := self.time_left()) else ""
         score = f"{shown(self.metric, results['test'])}, " if "test" in results else ""
-        self.line(f"done: {place.title}: {score}{duration(results['seconds'])} of training ({count} of {len(self.places)}{left})")
+        self.line(f"done: {place.title}: {score}{duration(seconds_taken(place))} ({count} of {len(self.places)}{left})")
         self.after()
 
     # ------------------------------------------------------------ measured
@@ -79,10 +79,10 @@ class Progress:
         return self.done[place.run]
 
     def seconds_of(self, arm: str) -> float | None:
-        """What a run of this arm takes, by those that are done; of all arms, where none is."""
-        of_arm = [r["seconds"] for p in self.places if p.arm == arm and (r := self.results(p))]
-        of_all = of_arm or [r["seconds"] for p in self.places if (r := self.results(p))]
-        return statistics.median(of_all) if of_all else None
+        """What a run of this arm takes from beginning to end, by those that are done; of all arms, where none is."""
+        done = [p for p in self.places if self.results(p)]
+        times = [seconds_taken(p) for p in done if p.arm == arm] or [seconds_taken(p) for p in done]
+        return statistics.median(times) if times else None
 
     def time_left(self) -> float | None:
         """Of all runs; None before the first is done."""
@@ -128,6 +128,10 @@ class Progress:
             states = [cells.get((arm, seed), ("pending", "")) for seed in seeds]
             table.add_row(arm, *(Text(text, style=COLORS[state]) for state, text in states))
         return table
+
+
+def seconds_taken(place: Place) -> float:
+    return float(read_note(place).get("seconds", 0.0))
 
 
 def shown(metric: str, scores: Mapping[str, float]) -> str:

@@ -13,10 +13,9 @@ import torch
 from classifiers.classifier import Classifier
 from config import Config
 from experiments.cells import Place
-from experiments.live import duration
+from experiments.live import duration, seconds_taken
 from experiments.plan import Plan
 from experiments.power import planned_power
-from experiments.read import results as read_results
 from inputs.rows import Data
 from run.directory import RESULTS
 from run.parts import loader, random_bank
@@ -37,7 +36,7 @@ def preview(plan: Plan, states: Mapping[Place, str], seconds: Mapping[str, float
             lines.append(f"  {arm.name:<{width}}  is {same_as[arm.name]} by another name")
             continue
         own = {place: state for place, state in states.items() if place.arm == arm.name}
-        done = [read_results(place.run)["seconds"] for place in own if (place.run / RESULTS).exists()]
+        done = [seconds_taken(place) for place in own if (place.run / RESULTS).exists()]
         each = statistics.median(done) if done else seconds[arm.name]
         left += each * (len(own) - len(done))
         count = ", ".join(f"{n} {state}" for state, n in Counter(own.values()).items())

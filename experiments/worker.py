@@ -14,6 +14,7 @@ import os
 import selectors
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 
 import config as flags
-from experiments.cells import Place, claimed, note_failure, note_start, read_note, state_of
+from experiments.cells import Place, claimed, note_failure, note_start, note_time, read_note, state_of
 from inputs import store
 from run.directory import RESULTS
 from run.plugin import plugin_frame
@@ -112,7 +113,8 @@ def to_the_end(place: Place, made_with: Mapping[str, str], given: Mapping[str, A
     note = read_note(place)
     same = note.get("made_with") == dict(made_with)
     goes_on = same and not finished and (place.run / "checkpoints" / "last" / store.INDEX).exists()
-    note_start(place, made_with)
+    note_start(place, made_with, seconds=note.get("seconds", 0.0) if goes_on else 0.0)
+    begun = time.perf_counter()
     typed = {"plugin": given["plugin"]} if given.get("plugin") else {}
     if goes_on:
         words, action = typed, flags.Action(resume=str(place.run))
@@ -132,6 +134,8 @@ def to_the_end(place: Place, made_with: Mapping[str, str], given: Mapping[str, A
         note_failure(place, line, 1)
         say(line)
         return 1
+    finally:
+        note_time(place, time.perf_counter() - begun)
     return 0
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,16 +53,19 @@ class Features:
     def of(self, name: str, images: Batches, plain: Tensor | None = None, epoch: int = 0) -> Tensor:
         """From disk if they are there, else computed and put there. `plain` stands where an epoch leaves a row out."""
         folder = self.folder and self.folder / f"{name}-{self.key(images, epoch if plain is not None else images.view)}"
-        if folder and (folder / store.INDEX).exists():
-            try:
-                return store.load(folder)[0]["features"]["x"].to(images.device)
-            except BadOption as error:
-                say(f"features: computed anew; the cache is damaged ({error.rule})")
+        if folder is None:
+            return self._told(name, images, plain, epoch)
+        if (found := _kept(folder)) is not None:
+            return found.to(images.device)
+        with one_at_a_time(folder):  # of several runs that need the same, one computes and the others wait
+            if (found := _kept(folder)) is None:
+                found = self._told(name, images, plain, epoch)
+                store.save(folder, {"features": {"x": found}}, {"rows": len(found), "of": name})
+        return found.to(images.device)
+
+    def _told(self, name: str, images: Batches, plain: Tensor | None, epoch: int) -> Tensor:
         say(f"features: {len(images.split):,} rows of {name} through the frozen backbone")
-        found = self._computed(images, plain, epoch)  # (N, F)
-        if folder:
-            store.save(folder, {"features": {"x": found}}, {"rows": len(found), "of": name})
-        return found
+        return self._computed(images, plain, epoch)  # (N, F)
 
     @torch.no_grad()
     def _computed(self, images: Batches, plain: Tensor | None, epoch: int) -> Tensor:
@@ -81,6 +85,31 @@ class Features:
         read += (images.train, images.augment, images.data.flip, view, images.seed * random)
         fitted = sorted(images.data.fitted.items())
         return digest_of(self.weights, rows, repr(read), repr(fitted), repr(split.x.shape))[:16]
+
+
+def _kept(folder: Path) -> Tensor | None:
+    """Features from disk, if they are there and whole."""
+    if not (folder / store.INDEX).exists():
+        return None
+    try:
+        return store.load(folder)[0]["features"]["x"]
+    except BadOption as error:
+        say(f"features: computed anew; the cache is damaged ({error.rule})")
+        return None
+
+
+@contextlib.contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """Waits until no other process is in here for the same folder. The system lets go of a lock whose process died."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = folder.with_name(f"{folder.name}.lock")
+    with lock.open("a") as file:
+        with contextlib.suppress(ImportError, OSError):  # a system, or a file system, without locks: the work is done twice
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+        lock.unlink(missing_ok=True)
 
 
 def stamp(path: str) -> str:

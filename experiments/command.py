@@ -81,16 +81,31 @@ def compare(runs: Sequence[str], typed: Mapping[str, str], asked: Asked) -> int:
     check_writable(folder)
     jobs = parse_whole_number("jobs", asked.jobs or "1", 1)
     plan = planned(folder, typed, asked, declared, jobs)
-    made = Making.of(plan, folder, measure=asked.dry_run)
+    from_plan(plan, (), {})  # what can't be compared is refused before anything is loaded
     if asked.dry_run:
         from experiments.preview import preview
 
+        made = Making.of(plan, folder, measure=True)
         print(preview(plan, made.states(made.places(plan.seeds)), made.seconds, made.same_as, jobs))
         return 0
+    retry = retried(asked.retry)
     check_can_fork()
-    write_json(folder / plans.FILE, plan.body())
-    tell_jobs(jobs, plan.threads)
-    return made.run(jobs, retried(asked.retry), fail_fast=asked.fail_fast)
+    with Workers(plan.threads, modules_of(plan)) as workers:
+        if not all((place_of(folder, arm.name, seed).run / RESULTS).exists() for arm in plan.arms for seed in plan.seeds):
+            workers.warm_up()  # while the plan is checked
+        made = Making.of(plan, folder)
+        write_json(folder / plans.FILE, plan.body())
+        tell_jobs(jobs, plan.threads)
+        wanted = made.run(workers, jobs, retry, fail_fast=asked.fail_fast)
+    return made.report(wanted, jobs)
+
+
+def modules_of(plan: Plan) -> list[str]:
+    """What the runs will load, worth loading once for all."""
+    of_all = [arm.flags for arm in plan.arms]
+    timm = any(str(f.get("model", "")).startswith("timm/") for f in of_all)
+    digits = any(f.get("dataset", "digits") == "digits" for f in of_all)
+    return ["matplotlib.pyplot", *["timm"] * timm, *["sklearn.datasets"] * digits]
 
 
 def default_folder() -> str:
@@ -147,7 +162,6 @@ class Making:
 
     @staticmethod
     def of(plan: Plan, folder: Path, *, measure: bool = False) -> Making:
-        from_plan(plan, (), {})  # what can't be compared is refused before anything is loaded
         from experiments.preview import seconds_of_run  # late: torch takes its time
         from experiments.resolve import resolve
 
@@ -182,20 +196,12 @@ class Making:
         return from_plan(self.plan, list(states.items()), self.same_as)
 
     @property
-    def modules(self) -> list[str]:
-        """What the runs will load, worth loading once for all."""
-        of_all = [arm.flags for arm in self.plan.arms]
-        timm = any(str(f.get("model", "")).startswith("timm/") for f in of_all)
-        digits = any(f.get("dataset", "digits") == "digits" for f in of_all)
-        return ["matplotlib.pyplot", *["timm"] * timm, *["sklearn.datasets"] * digits]
-
-    @property
     def common(self) -> dict[str, Any]:
         """What runs with a frozen backbone are given: one place for features that are computed once."""
         return {"feature_cache": str((self.folder / "features").resolve())}
 
-    def run(self, jobs: int, retry: frozenset[str], *, fail_fast: bool) -> int:
-        """Runs what is left, look by look, then the verdict."""
+    def run(self, workers: Workers, jobs: int, retry: frozenset[str], *, fail_fast: bool) -> list[Place]:
+        """Runs what is left. Gives the runs that the plan wanted."""
         plan, told = self.plan, list[bool]()
         places = self.places(plan.seeds)
         progress = Progress(places, self.made_with, plan.metric, jobs, after=lambda: self.tell_power(told, progress))
@@ -203,16 +209,15 @@ class Making:
         launch = Launch(arms, self.made_with, plan.threads, jobs, progress, retry, fail_fast, self.common)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the runs are saved
         try:
-            with Workers(plan.threads, self.modules) as workers, progress:
-                wanted = self.look_by_look(launch, workers)
+            with progress:
+                return self.look_by_look(launch, workers)
         except KeyboardInterrupt:
             raise Halt(f"stopped; what was done is saved. Go on with: {self.again(jobs)}", 130) from None
         except FailedFast as stop:
             raise Halt(f"{stop}. Go on with: {self.again(jobs)} --retry failed", 1) from None
-        return self.report(wanted, jobs)
 
     def look_by_look(self, launch: Launch, workers: Workers) -> list[Place]:
-        """The runs that the plan wanted: all of them, or those up to the look at which every arm was decided."""
+        """All of them, or those up to the look at which every arm was decided."""
         plan, before, open_arms = self.plan, 0, list[str]()
         wanted: list[Place] = []
         for look in sorted({*plan.looks, len(plan.seeds)}):

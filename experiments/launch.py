@@ -39,7 +39,7 @@ class View(Protocol):
 
 @dataclass
 class Workers:
-    """The process that forks the runs, and how to talk to it."""
+    """The process that forks the runs, and how to talk to it. It is started by the first run, or by `warm_up` while there is other work."""
 
     threads: int
     modules: Sequence[str] = ()
@@ -47,15 +47,11 @@ class Workers:
     _text: bytes = b""
 
     def __enter__(self) -> Workers:
-        environment = {**os.environ, "OMP_NUM_THREADS": str(self.threads), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-        # A session of its own: Ctrl-C on the terminal is for `compare`, which tells the runs.
-        command = [sys.executable, "-W", "ignore::DeprecationWarning", "-m", "experiments.worker", *self.modules]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, bufsize=0, start_new_session=True
-        )
         return self
 
     def __exit__(self, *error: object) -> None:
+        if self.process is None:
+            return
         self.process.stdin.close()
         if error[0] is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -63,7 +59,18 @@ class Workers:
         self.process.wait()
         self.process.stdout.close()
 
+    def warm_up(self) -> None:
+        if self.process is not None:
+            return
+        environment = {**os.environ, "OMP_NUM_THREADS": str(self.threads), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+        # A session of its own: Ctrl-C on the terminal is for `compare`, which tells the runs.
+        command = [sys.executable, "-W", "ignore::DeprecationWarning", "-m", "experiments.worker", *self.modules]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, bufsize=0, start_new_session=True
+        )
+
     def start(self, job: Mapping[str, Any]) -> None:
+        self.warm_up()
         self.process.stdin.write((json.dumps(job) + "\n").encode())
 
     def stop(self) -> Iterator[tuple[str, int]]:

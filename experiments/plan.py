@@ -196,9 +196,7 @@ def read(folder: Path) -> Plan | None:
     except (ValueError, KeyError, AttributeError, OSError):
         raise BadOption("output_dir", f"must hold a whole {FILE}", str(folder)) from None
     if digest_of(body) != claimed:
-        raise BadOption(
-            "output_dir", f"holds a {FILE} that was changed by hand: a plan is what was written before anything ran", str(folder)
-        )
+        raise BadOption("output_dir", f"holds a {FILE} that was changed since it was written", str(folder))
     if strange := set(body) - {f.name for f in dataclasses.fields(Plan)} - {"family"}:
         raise BadOption("output_dir", f"holds a {FILE} of a version with other entries ({', '.join(sorted(strange))})", str(folder))
     values: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in body.items() if n not in ("family", "arms")}

@@ -18,6 +18,7 @@ from experiments.comparison import compared, finished_runs, from_plan
 from experiments.launch import FailedFast, Launch, Workers, check_can_fork, failure, tell_jobs
 from experiments.live import Progress
 from experiments.plan import Plan
+from experiments.published import beside_published
 from inputs.store import write_json
 from run.directory import RESULTS, check_writable
 from utils import BadOption, Halt, parse_whole_number, say, whole_numbers
@@ -101,11 +102,12 @@ def compare(runs: Sequence[str], typed: Mapping[str, str], asked: Asked) -> int:
 
 
 def modules_of(plan: Plan) -> list[str]:
-    """What the runs will load, worth loading once for all."""
+    """What the runs will load, worth loading once for all: of a run of a second, loading takes most. torch asks for its compiler in
+    every run, whether it compiles or not."""
     of_all = [arm.flags for arm in plan.arms]
     timm = any(str(f.get("model", "")).startswith("timm/") for f in of_all)
     digits = any(f.get("dataset", "digits") == "digits" for f in of_all)
-    return ["matplotlib.pyplot", *["timm"] * timm, *["sklearn.datasets"] * digits]
+    return ["torch._inductor", "matplotlib.pyplot", *["timm"] * timm, *["sklearn.datasets"] * digits]
 
 
 def default_folder() -> str:
@@ -256,6 +258,8 @@ class Making:
         missing = [place for place in wanted if not (place.run / RESULTS).exists()]
         if len(missing) < len(wanted):
             conclude(self.comparison(), self.folder)
+            if any(arm.published for arm in self.plan.arms):
+                print("\n" + beside_published(self.plan, self.places(self.plan.seeds), self.same_as, self.folder))
         for place, state in states.items():
             if state == "failed":
                 say(failure(place))

@@ -18,7 +18,7 @@ from experiments.grid import Arm, arms_of, check_names, value_of
 from utils import BadOption, did_you_mean, whole_numbers
 
 FILE = "plan.json"
-DECLARED = ("seeds", "baseline", "metric", "margin", "looks", "calibrated", "within", "threads")
+DECLARED = ("seeds", "baseline", "metric", "margin", "looks", "calibrated", "within", "threads", "conditions")
 KEYS = ("arms", "common", "published", "about", *DECLARED)  # of a YAML plan
 OURS = ("output_dir", "seed", "feature_cache")  # what the comparison gives to each cell
 
@@ -34,6 +34,7 @@ class Plan:
     calibrated: bool = False
     within: tuple[str, ...] = ()  # predictors inside each run that are arms of their own
     threads: int = 1  # of a run: they change weights
+    conditions: str = ""  # of the published numbers
     later_seeds: tuple[int, ...] = ()  # that joined a plan which had begun
 
     def arm(self, name: str) -> Arm:
@@ -122,7 +123,7 @@ def absolute(arms: Sequence[Arm]) -> list[Arm]:
 
 def declared_in(rest: Mapping[str, Any]) -> dict[str, Any]:
     """What a YAML plan declares, as values."""
-    found = {name: str(rest[name]) for name in ("baseline", "metric") if name in rest}
+    found = {name: str(rest[name]) for name in ("baseline", "metric", "conditions") if name in rest}
     values: dict[str, Any] = dict(found)
     if "seeds" in rest:
         seeds = rest["seeds"]

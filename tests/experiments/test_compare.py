@@ -187,7 +187,7 @@ def test_one_failure_stops_nothing(mixed: tuple[Path, str, str]) -> None:
 
 
 def test_two_names_for_one_configuration_run_once(mixed: tuple[Path, str, str]) -> None:
-    folder, out, err = mixed
+    _, out, err = mixed
     assert "same: KvtAttention(K=2 ) is KvtAttention(K=2) by another name, and runs once" in err
     assert len(re.findall(r"^KvtAttention\(K=2 ?\) against Attention", out, re.MULTILINE)) == 2
 

@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from evaluation.predictions import read
 from experiments.cells import holder, place_of
+from experiments.live import Progress
 from main import main
 
 ROOT = Path(__file__).parent.parent.parent
@@ -105,7 +108,9 @@ def test_killed_twice_resumed_with_help_it_ends_with_the_same_tables(alone: Path
     assert numbers(folder) == numbers(alone)
     for place in runs:
         twin = alone / place.run.relative_to(folder)
-        assert (place.run / "predictions.safetensors").read_bytes() == (twin / "predictions.safetensors").read_bytes()
+        found, wanted = read(place.run)[0], read(twin)[0]
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
         epochs = [json.loads(line)["epoch"] for line in (place.run / "metrics.jsonl").read_text().splitlines()]
         assert epochs == [1, 2, 3]
 
@@ -115,6 +120,32 @@ def test_nothing_runs_twice(copy: Path, capfd: pytest.CaptureFixture[str]) -> No
     assert main(["compare", "--output_dir", str(copy)]) == 0
     assert {f: f.stat().st_mtime_ns for f in copy.glob("cells/*/*/results.json")} == before
     assert "Attention" in capfd.readouterr().out
+
+
+def test_ctrl_c_saves_and_prints_the_command_that_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    process = begun(folder, *THREE, "--jobs", "2")
+    until(process, "done")
+    process.send_signal(signal.SIGINT)
+    said = process.communicate()[1]
+    assert process.returncode == 130
+    assert f"Go on with: python main.py compare --output_dir {folder} --jobs 2" in said
+    assert not [lock for lock in folder.glob("cells/*/*.lock") if lock.read_text()]  # nobody works on anything
+
+
+def test_the_table_of_a_terminal(alone: Path) -> None:
+    from rich.console import Console
+
+    places = [place_of(alone, arm, seed) for arm in ("Attention", "KvtAttention(K=2)") for seed in (0, 1, 7)]
+    made_with = json.loads(places[0].note.read_text())["made_with"]
+    other = json.loads(places[3].note.read_text())["made_with"]
+    progress = Progress(places, {"Attention": made_with, "KvtAttention(K=2)": {**other, "code": "newer"}}, "accuracy", jobs=2)
+    with (console := Console(width=120)).capture() as seen:
+        console.print(progress.table())
+    lines = [" ".join(re.split(r"[│┃|]|\s{2,}", line)) for line in seen.get().splitlines()]
+    assert any(re.search(r"2 of 6 runs done, .* left", line) for line in lines)  # those of other code are not
+    assert any(re.search(r"arm .*seed 0 .*seed 1 .*seed 7", line) for line in lines)
+    assert any(re.search(r"Attention .*accuracy \d+\.\d+ .*accuracy \d+\.\d+ .*pending", line) for line in lines)
 
 
 def test_a_missing_seed_is_counted_and_common_pairs_are_compared(copy: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -130,6 +161,20 @@ def test_a_missing_seed_is_counted_and_common_pairs_are_compared(copy: Path, cap
             else by_arm[f"KvtAttention(K={k})"]["seeds"] for k in (2, 3)] == [1, 2]  # fmt: skip
     assert main(["compare", "--output_dir", str(copy), "--retry", "failed"]) == 0
     assert (place.run / "results.json").exists()
+
+
+def test_more_arms_and_seeds_join_as_exploratory(copy: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = [word for word in THREE if word != "2"][:-1]  # without --seeds 2
+    words[words.index("--layer") + 1] = "KvtAttention(K=3) | KvtAttention(K=1)"
+    assert main(["compare", *words, "--output_dir", str(copy), "--dry_run"]) == 0
+    said = capfd.readouterr().out
+    assert re.search(r"KvtAttention\(K=1\) +2 pending; about .*\(exploratory\)", said)
+    assert not (copy / "cells" / "KvtAttention_K=1").exists()
+    assert main(["compare", *words, "--output_dir", str(copy)]) == 0
+    plan = json.loads((copy / "plan.json").read_text())
+    assert [arm["name"] for arm in plan["arms"] if arm["exploratory"]] == ["KvtAttention(K=1)"]
+    assert plan["family"] == ["KvtAttention(K=2)", "KvtAttention(K=3)"]
+    assert "exploratory" in (copy / "table.md").read_text()
 
 
 def test_other_code_makes_results_stale(copy: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -28,20 +28,6 @@ from experiments.cells import holder, place_of  # noqa: E402
 LAYERS = ("Attention", "KvtAttention(K=4)", "KvtAttention(K=9)")
 SEEDS = 4
 TINY = ["--num_layers", "1", "--num_heads", "1", "--d_hidden", "8", "--d_mlp", "8", "--patch_size", "4", "--num_epochs", "1"]
-    "--num_layers",
-    "1",
-    "--num_heads",
-    "1",
-    "--d_hidden",
-    "8",
-    "--d_mlp",
-    "8",
-    "--patch_size",
-    "4",
-    "--num_epochs",
-    "1",
-    "--no-baselines",
-]
 FAKE = ["--dataset", "fake(train=60, test=30, size=8, classes=3)", *TINY, "--no-baselines"]
 
 

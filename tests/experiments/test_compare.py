@@ -213,7 +213,8 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
     """Arms of a plugin, one of which fails while it trains, and one configuration under two names; what was said."""
     folder = tmp_path_factory.mktemp("mixed")
     (folder / "mine.py").write_text(PLUGIN)
-    words = [*FAKE, "--num_epochs", "1", "--layer", "Attention | Mine | Fragile | KvtAttention(K=2) | KvtAttention(K=2 )", "--seeds", "1"]
+    words = [*FAKE, "--num_epochs", "1", "--layer", "Attention | Mine | Fragile | KvtAttention(K=2) | KvtAttention", "--K", "2"]
+    words += ["--seeds", "1"]
     process = begun(folder / "sweep", *words, "--plugin", str(folder / "mine.py"), "--jobs", "2")
     out, err = process.communicate()
     assert process.returncode == 1, err[-3000:]
@@ -233,8 +234,8 @@ def test_one_failure_stops_nothing(mixed: tuple[Path, str, str]) -> None:
 
 def test_two_names_for_one_configuration_run_once(mixed: tuple[Path, str, str]) -> None:
     _, out, err = mixed
-    assert "same: KvtAttention(K=2 ) is KvtAttention(K=2) by another name, and runs once" in err
-    assert len(re.findall(r"^KvtAttention\(K=2 ?\) against Attention", out, re.MULTILINE)) == 2
+    assert "same: KvtAttention is KvtAttention(K=2) by another name, and runs once" in err
+    assert len(re.findall(r"^KvtAttention(?:\(K=2\))? against Attention", out, re.MULTILINE)) == 2
 
 
 def test_finished_runs_by_path(alone: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -250,7 +251,11 @@ def test_finished_runs_by_path(alone: Path, tmp_path: Path, capfd: pytest.Captur
 def test_predictors_inside_a_run(tmp_path: Path, alone: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = alone / "cells" / "Attention" / "seed0"
     assert main(["compare", str(run), "--within", "linear.raw,linear.calibrated", "--metric", "nll", "--output_dir", str(tmp_path)]) == 0
-    assert "linear.calibrated against linear.raw" in capfd.readouterr().out
+    assert "linear.calibrated" in capfd.readouterr().out
+    found = json.loads((tmp_path / "comparison.json").read_text())
+    assert [(c["arm"], c["baseline"], c["metric"]) for c in found["comparisons"]] == [("linear.calibrated", "linear.raw", "nll")]
+    scores = json.loads((run / "results.json").read_text())
+    assert found["comparisons"][0]["difference"] == pytest.approx(scores["test_calibrated"]["nll"] - scores["test"]["nll"], abs=1e-6)
 
 
 # ---------------------------------------------------------------- what is refused
@@ -266,7 +271,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--layer", "Attention | KvtAttention(K=4)", "--baseline", "KvtAttention"], r"--baseline must be one of the arms .* did you mean"),
+        (["--layer", "Attention | KvtAttention(K=4)", "--baseline", "KvtAttention"], r"--baseline must be one of the arms .*did you mean"),
         (["--layer", "Attention | Kvt(K=4)"], r"--layer must be one of .*, in arm Kvt\(K=4\), got 'Kvt'"),
         (["--layer", "Attention | KvtAttention(K=99)"], r"--K must be at most .*, in arm KvtAttention\(K=99\), got 99"),
         (["--layer", "Attention"], "needs at least two arms"),

@@ -258,6 +258,37 @@ def test_predictors_inside_a_run(tmp_path: Path, alone: Path, capfd: pytest.Capt
     assert found["comparisons"][0]["difference"] == pytest.approx(scores["test_calibrated"]["nll"] - scores["test"]["nll"], abs=1e-6)
 
 
+SHARED = """
+seeds: 1
+threads: 1
+common: {dataset: "fake(train=60, test=30, size=8, classes=3)", patch_size: 4, num_layers: 1, num_heads: 1, d_hidden: 8, d_mlp: 8,
+  num_epochs: 1, batch_size: 16, baselines: false}
+backbone: {layer: Attention}
+arms:
+  linear: {freeze_backbone: true}
+  smoothed: {freeze_backbone: true, label_smoothing: 0.1}
+published:
+  smoothed: {accuracy: 77.5, f1: 0.5}
+conditions: from nowhere
+"""
+
+
+def test_shared_work_is_done_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "plan.yaml").write_text(SHARED)
+    folder = tmp_path / "sweep"
+    assert main(["compare", "--plan", str(tmp_path / "plan.yaml"), "--output_dir", str(folder), "--jobs", "2"]) == 0
+    out = capfd.readouterr().out
+    logs = "".join(log.read_text() for log in folder.glob("cells/*/*.log"))
+    assert logs.count("rows of train through the frozen backbone") == 1
+    weights = folder / "cells" / "shared_backbone" / "seed0" / "checkpoints" / "best"
+    for arm in ("linear", "smoothed"):
+        config = json.loads((folder / "cells" / arm / "seed0" / "results.json").read_text())["config"]
+        assert Path(config["pretrained"]).parent == weights
+    assert re.search(r"^smoothed +\d+\.\d\d +77\.5", out, re.MULTILINE)  # ours, and what was published
+    assert "published: from nowhere" in out
+    assert "| smoothed |" in (folder / "published.md").read_text()
+
+
 # ---------------------------------------------------------------- what is refused
 
 

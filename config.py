@@ -367,6 +367,11 @@ def to_yaml(config: Config) -> str:
     return yaml.safe_dump(values, sort_keys=False) + "".join(lines)
 
 
+def effective(config: Config) -> dict[str, Any]:
+    """What repeats the run, as values."""
+    return {k: v for k, v in config.flat().items() if k != "output_dir" and k not in config.ignored and v is not None}
+
+
 def by_reason(ignored: Mapping[str, str]) -> dict[str, list[str]]:
     """Options without effect by what makes them so."""
     found: dict[str, list[str]] = {}

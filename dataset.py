@@ -7,7 +7,6 @@ as it is and is only tested.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +14,14 @@ from typing import Any
 
 import numpy as np
 
+from inputs import fingerprint
 from inputs.arrays import read_npz
 from inputs.copies import first_copies
 from inputs.downloads import read_adult, read_torchvision, read_wine_quality
 from inputs.folders import read_folder
-from inputs.rows import Data, Source, Split
+from inputs.rows import Data, Source, Split, release, row_blocks
 from inputs.tables import Encoder, Table, read_csv
-from utils import BadOption, Call, Registry, check_options, fold_in, parse_call
+from utils import BadOption, Call, Registry, Room, check_file, check_options, fold_in, parse_call, require_room
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 FILE_SIZE = 224  # image files have many sizes; the model sees this one unless --resize says otherwise
@@ -67,17 +67,19 @@ def load(
 
     if ready and kind == "table":
         fitted = fitted or _as_they_are(source, name)
-    fitted = fitted or _fit(kind, source.x_train[train_rows])
-    train = Split(_encode(kind, source.x_train[train_rows], fitted), noisy)
+    if kind == "image":
+        require_room(Room("dataset", name, f"{everything.size:,} images of {source.x_train.shape[1:]}", source.x_train.nbytes))
+    x_train, fitted = _train_rows(kind, source.x_train, train_rows, fitted)
+    train = Split(x_train, noisy)
     val = None
     if source.x_val is not None or len(val_rows):
-        x, y = (source.x_val, labels["val"]) if source.x_val is not None else (source.x_train[val_rows], labels["train"][val_rows])
+        x, y = (source.x_val, labels["val"]) if source.x_val is not None else (source.x_train, labels["train"][val_rows])
         if noisy_val:
             if source.x_val is not None and ".npz" in (label_noise or ""):
                 raise BadOption("noisy_val", "has no labels for the rows of x_val: the file has those of the training rows", label_noise)
             y = noisy_labels(label_noise, y, val_rows, everything.size, classes, source.confusable, fold_in(split_seed, 4))
-        val = Split(_encode(kind, x, fitted), y)
-    test = Split(_encode(kind, source.x_test, fitted), labels["test"])
+        val = Split(_encode(kind, x, None if source.x_val is not None else val_rows, fitted), y)
+    test = Split(_encode(kind, source.x_test, None, fitted), labels["test"])
     train, val, duplicates = without_copies(train, val, test, keep_duplicates)
     shape = (3, FILE_SIZE, FILE_SIZE) if kind == "files" else train.x.shape[1:]
     summary = {
@@ -85,8 +87,8 @@ def load(
         "class_counts": np.bincount(train.y, minlength=len(classes)).tolist(),
         "label_noise_rate": float(np.mean(noisy != clean)),
         "duplicates": duplicates,
-        "sha256": _fingerprint(train, val, test),
-        "test_sha256": _fingerprint(test),
+        "sha256": fingerprint.of_splits(train, val, test),
+        "test_sha256": fingerprint.as_read(source.x_test, labels["test"]),
     }
     return Data(name, kind, shape, classes, train, val, test, source.flip, fitted, summary)
 
@@ -226,6 +228,10 @@ def _number_classes(source: Source, name: str) -> tuple[dict[str, np.ndarray], t
     for part, y in labels.items():
         if y.shape != (len(given[part][0]),):
             raise BadOption("dataset", f"needs one label a row ({part}: {len(given[part][0])} rows, labels {y.shape})", name)
+        if y.dtype.kind == "u":  # beside int64 they would become float64, where large ones are equal
+            if len(y) and int(y.max()) >= 2**63:
+                raise BadOption("dataset", f"needs labels below 2^63 ({part}: {y.max()})", name)
+            labels[part] = y.astype(np.int64)
     values = np.unique(np.concatenate(list(labels.values())))
     found = len(values) if source.classes is None else len(source.classes)
     if found < 2:
@@ -243,15 +249,26 @@ def _kind(x: Any) -> str:
     return "files" if np.asarray(x).dtype.kind in "UO" else "image"
 
 
-def _fit(kind: str, x: Any) -> dict[str, Any]:
-    """Statistics of the training split, as JSON."""
+def _train_rows(kind: str, x: Any, rows: np.ndarray, fitted: dict[str, Any] | None) -> tuple[np.ndarray, dict[str, Any]]:
+    """Training rows as the model reads them, and the statistics of the training split, as JSON, unless they are given."""
     if kind == "files":
-        return {"mean": list(IMAGENET_MEAN), "std": list(IMAGENET_STD)}
+        return _encode(kind, x, rows, {}), fitted or {"mean": list(IMAGENET_MEAN), "std": list(IMAGENET_STD)}
     if kind == "table":
-        return Encoder.fit(Table.of(x)).to_json()
+        fitted = fitted or Encoder.fit(Table.of(x)[rows]).to_json()
+        return _encode(kind, x, rows, fitted), fitted
+    found = _encode(kind, x, rows, {})
+    return found, fitted or _mean_and_std(found)
+
+
+def _mean_and_std(x: np.ndarray) -> dict[str, Any]:
+    """Of each channel of uint8 images (N, C, H, W)."""
     levels = np.arange(256) / 255
-    channels = x.reshape(len(x), *x.shape[1:3], -1)
-    counts = np.stack([np.bincount(channels[..., c].ravel(), minlength=256) for c in range(channels.shape[-1])])  # (C, 256)
+    counts = np.zeros((x.shape[1], 256), np.int64)
+    for at in row_blocks(len(x), x[:1].nbytes):
+        for channel in range(x.shape[1]):
+            values = np.ascontiguousarray(x[at, channel]).ravel()
+            pairs = np.bincount(values[: values.size // 2 * 2].view(np.uint16), minlength=1 << 16).reshape(256, 256)  # half of the counting
+            counts[channel] += pairs.sum(0) + pairs.sum(1) + np.bincount(values[values.size // 2 * 2 :], minlength=256)
     frequency = counts / counts.sum(1, keepdims=True)  # (C, 256)
     mean = frequency @ levels
     std = np.sqrt(np.maximum(frequency @ levels**2 - mean**2, 0))
@@ -261,30 +278,26 @@ def _fit(kind: str, x: Any) -> dict[str, Any]:
 def _as_they_are(source: Source, name: str) -> dict[str, Any]:
     """The statistics that change nothing."""
     for part, x in (("train", source.x_train), ("val", source.x_val), ("test", source.x_test)):
-        if isinstance(x, Table) or (x is not None and not np.isfinite(x).all()):
+        finite = x is None or (not isinstance(x, Table) and all(np.isfinite(block).all() for _, block in Table.of(x).blocks()))
+        if not finite:
             raise BadOption("dataset", f"must hold ready-made features: numbers, neither NaN nor Inf (x_{part})", name)
     width = source.x_train.shape[1]
     return Encoder([0.0] * width, [1.0] * width, []).to_json()
 
 
-def _encode(kind: str, x: Any, fitted: dict[str, Any]) -> np.ndarray:
+def _encode(kind: str, x: Any, rows: np.ndarray | None, fitted: dict[str, Any]) -> np.ndarray:
+    """Those `rows` (None: all), as the model reads them."""
+    rows = np.arange(len(x)) if rows is None else rows
     if kind == "files":
-        return np.asarray(x)
+        return np.asarray(x)[rows]
     if kind == "table":
-        return Encoder.from_json(fitted).encode(Table.of(x))
-    return np.ascontiguousarray(x.reshape(*x.shape[:3], -1).transpose(0, 3, 1, 2))  # (N, C, H, W)
-
-
-def _fingerprint(*splits: Split | None) -> str:
-    """Of all rows and labels in their order: a run must not go on with others. Of image files, the names."""
-    digest = hashlib.sha256()
-    for split in splits:
-        if split is not None:
-            files = split.x.dtype.kind == "U"
-            names = "\n".join("/".join(Path(path).parts[-2:]) for path in split.x) if files else ""
-            digest.update(names.encode() if files else np.ascontiguousarray(split.x).data)
-            digest.update(split.y.tobytes())
-    return digest.hexdigest()[:16]
+        return Encoder.from_json(fitted).encode(Table.of(x)[rows])
+    images = x.reshape(*x.shape[:3], -1)  # (N, H, W, C)
+    found = np.empty((len(rows), *images.shape[3:], *images.shape[1:3]), np.uint8)
+    for at in row_blocks(len(rows), images[:1].nbytes):  # copied once, out of a file that may be mapped
+        found[at] = images[rows[at]].transpose(0, 3, 1, 2)
+        release(x)
+    return found
 
 
 def stratified(y: np.ndarray, fraction: float, seed: int) -> np.ndarray:
@@ -364,10 +377,12 @@ def noisy_labels(
 
 def _noise_file(path: str, key: str, spec: str, total: int, num_classes: int) -> np.ndarray:
     try:
+        check_file("label_noise", path)
         with np.load(path, allow_pickle=False) as archive:
             labels = archive[key]
     except Exception as error:  # absent file, absent key, damaged archive: the same advice
-        raise BadOption("label_noise", f"must be FILE.npz:KEY that can be read ({type(error).__name__})", spec) from None
+        reason = error.rule if isinstance(error, BadOption) else type(error).__name__
+        raise BadOption("label_noise", f"must be FILE.npz:KEY that can be read ({reason})", spec) from None
     if labels.shape != (total,) or labels.dtype.kind not in "iu" or labels.min() < 0 or labels.max() >= num_classes:
         rule = f"needs one class number (0 to {num_classes - 1}) a training row ({total}), the file has {labels.dtype} {labels.shape}"
         raise BadOption("label_noise", rule, spec)

@@ -6,6 +6,8 @@ import dataclasses
 import inspect
 import os
 import sys
+import tempfile
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, get_type_hints
 
@@ -13,7 +15,7 @@ import typer
 from typer.models import OptionInfo
 
 import config as flags
-from utils import BadOption, Halt, parse_whole_number, say, shortened
+from utils import BadOption, Halt, interruptible, parse_whole_number, say, shortened
 
 # Read when torch loads. Threads that wait by spinning for long are a little faster alone, and many times slower where another
 # process wants the cores too.
@@ -240,27 +242,47 @@ def build_app() -> typer.Typer:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; every mistake of the user's is one line and exit code 2."""
+    """Runs the command line; every mistake of the user's is one line and exit code 2, and what nobody expected one line and 1."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    with interruptible() as signals:
+        code = _run(words)
+    return fail(f"stopped by {signals[-1].name}", signals[-1].exit_code) if code == STOPPED else code
+
+
+STOPPED = 130  # Typer's word for Ctrl-C
+
+
+def _run(words: list[str]) -> int:
     try:
-        code = build_app()(args=list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False) or 0
-        return fail("stopped by Ctrl-C", 130) if code == 130 else code  # Typer's word for it
+        return build_app()(args=words, standalone_mode=False) or 0
     except BadOption as error:
         return fail(f"--{error}" if error.option in OPTIONS else str(error))
     except Halt as halt:
         say(str(halt))
         return halt.exit_code
     except KeyboardInterrupt:
-        return fail("stopped by Ctrl-C", 130)
+        return STOPPED
     except OSError as error:  # a full disk, a lost network drive: what was saved before is whole
         return fail(f"{error.strerror or error}: {error.filename or ''}", 1)
     except Exception as error:
         if hasattr(error, "format_message"):  # Typer could not read the command line
             return fail(error.format_message())
-        from run.plugin import plugin_frame
+        return fail(unexpected(error), 1)
 
-        if where := plugin_frame(error):
-            return fail(f"plugin {where}: {type(error).__name__}: {shortened(error, 300)}", 1)
-        raise
+
+def unexpected(error: Exception) -> str:
+    """What nobody foresaw, in one line: what was being done, and where the traceback is."""
+    from run.plugin import plugin_frame
+
+    what = f"{type(error).__name__}: {shortened(error, 300)}"
+    if where := plugin_frame(error):
+        return f"plugin {where}: {what}"
+    kept = getattr(error, "traceback_in", "")
+    if not kept:  # no run, so no file of one
+        with tempfile.NamedTemporaryFile("w", prefix="neighbor-attention-error-", suffix=".txt", delete=False) as file:
+            traceback.print_exception(error, file=file)
+        kept = file.name
+    return f"{what}, in {getattr(error, 'doing', 'reading the command line')}; the traceback is in {kept}"
 
 
 def fail(message: str, code: int = 2) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
@@ -21,6 +20,7 @@ from inputs.augmentation import mixup
 from inputs.batches import MIXUP, AnyBatches
 from inputs.rows import Batch
 from training.bank import BankRefresher
+from training.checkpoint import Checkpoints
 from training.progress import Log, Stop
 from training.state import Place, TrainingState
 from utils import Stopped, fold_in
@@ -33,18 +33,20 @@ def train(
     val_set: AnyBatches | None,
     *,
     log: Log,
-    folder: Path,
+    checkpoints: Checkpoints,
     until: int,
     resume: bool = False,
 ) -> Place:
-    """Trains up to epoch `until`, keeping checkpoints/last (to resume from) and checkpoints/best (by validation) in `folder`."""
-    last, best = folder / "checkpoints" / "last", folder / "checkpoints" / "best"
+    """Trains up to epoch `until`, keeping checkpoints/last (to resume from) and checkpoints/best (by validation)."""
     state = TrainingState(config, model, len(train_set), train_set.device)
     if resume:
-        state.load(last)
+        state.load(checkpoints)
     place, patience = state.place, config.training.patience
     refresher = BankRefresher(state, train_set.plain(), config.head.memory_update_freq)
+    if checkpoints.best_is_lost:
+        take_for_best(state, refresher, val_set, checkpoints)
     with Stop() as stop, log:
+        log.start(checkpoints.lines, place.epoch)
         while place.epoch < until and not out_of_patience(place, patience):
             started, rows = time.perf_counter(), place.rows
             if state.ramp is not None:
@@ -55,7 +57,7 @@ def train(
                 log.step(place.epoch, place.batch, place.mean_losses(), (place.rows - rows) / (time.perf_counter() - started))
                 if stop.signal and place.batch < len(train_set):
                     place.seconds += time.perf_counter() - started
-                    state.save(last)
+                    state.save(checkpoints)
                     where = f"epoch {place.epoch + 1}, batch {place.batch} of {len(train_set)}"
                     raise Stopped(f"stopped by {stop.name} in {where}", stop.exit_code)
             speed = (place.rows - rows) / (time.perf_counter() - started)
@@ -69,11 +71,11 @@ def train(
             better = scores is None or better_epoch(scores, place, config.training.select, len(val_set.target) if val_set else 0)
             place.next_epoch(scores, better)
             place.seconds += time.perf_counter() - started
-            if better:
-                state.save_best(best, scores)
-            state.save(last)
-            log.epoch({**line, "val": scores, "images_per_second": round(speed, 1), "seconds": round(place.seconds, 3)}, better)
-            if stop.signal and place.epoch < until:
+            line |= {"val": scores, "images_per_second": round(speed, 1), "seconds": round(place.seconds, 3)}
+            checkpoints.lines.append(line)  # the checkpoint has it first: what is missing on disk is written again from there
+            state.save(checkpoints, state.as_best(scores) if better else None)
+            log.epoch(line, better)
+            if stop.signal:
                 raise Stopped(f"stopped by {stop.name} after epoch {place.epoch}", stop.exit_code)
     if place.epoch < config.training.num_epochs and not out_of_patience(place, patience):
         raise Stopped(f"stopped after epoch {place.epoch} of {config.training.num_epochs}, as asked", 0)
@@ -144,6 +146,17 @@ def better_epoch(scores: dict[str, float], place: Place, select: str, rows: int)
     likely = (top * rows + 2) / (rows + 4)
     least = top - math.sqrt(likely * (1 - likely) / (rows + 4))
     return scores["accuracy"] >= least and (lower or best["accuracy"] < least)
+
+
+def take_for_best(state: TrainingState, refresher: BankRefresher, val_set: AnyBatches | None, checkpoints: Checkpoints) -> None:
+    """Where the best epoch so far is lost: the last one is the best that is known. In the middle of an epoch, the next will be."""
+    place = state.place
+    place.best, place.best_epoch, place.top_accuracy, place.stale = None, 0, 0.0, 0
+    if place.batch == 0:
+        refresher.for_evaluation()
+        place.best = evaluate(state.averaged, val_set) if val_set else None
+        place.best_epoch, place.top_accuracy = place.epoch, place.best["accuracy"] if place.best else 0.0
+        state.save(checkpoints, state.as_best(place.best))
 
 
 def out_of_patience(place: Place, patience: int) -> bool:

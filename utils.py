@@ -10,16 +10,21 @@ import contextlib
 import ctypes
 import difflib
 import inspect
+import math
 import os
 import random
 import re
+import signal
+import stat
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
+PLUGIN = "plugin_"  # of the names under which users' files are imported
 WARNINGS: list[str] = []  # of the run that this process makes
 
 
@@ -55,6 +60,65 @@ class Diverged(Halt):
 
 class Stopped(Halt):
     """A run that ended before its last epoch, on a signal or on request; saved, to be resumed."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal that ends the program: Ctrl-C, or SIGTERM, which must end it as well-behaved."""
+
+    def __init__(self, number: int = signal.SIGINT) -> None:
+        super().__init__()
+        self.name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        self.exit_code = 128 + number
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[list[Interrupted]]:
+    """SIGTERM raises as Ctrl-C does; which of them it was, for those who are only told that something did."""
+
+    def interrupt(number: int, frame: object) -> None:
+        if os.getpid() != process:  # a forked worker: its parent sees to the end
+            os._exit(128 + number)
+        signals.append(Interrupted(number))
+        raise signals[-1]
+
+    signals = [Interrupted()]
+    process, numbers = os.getpid(), (signal.SIGINT, signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread():  # Python allows handlers nowhere else
+        yield signals
+        return
+    before = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def understood(option: str, value: str) -> Iterator[None]:
+    """What a checkpoint holds is put to use: where it does not fit together, that is a mistake in the checkpoint, said in one line."""
+    try:
+        yield
+    except (BadOption, Halt, OSError, MemoryError):
+        raise
+    except Exception as error:
+        frame = error.__traceback__
+        while frame is not None:
+            if str(frame.tb_frame.f_globals.get("__name__", "")).startswith(PLUGIN):  # its author wants to know the line
+                raise
+            frame = frame.tb_next
+        raise BadOption(option, f"holds what does not fit together ({type(error).__name__}: {shortened(error, 120)})", value) from error
+
+
+@contextlib.contextmanager
+def doing(what: str) -> Iterator[None]:
+    """What an error that nobody expected is said to have come from: the innermost."""
+    try:
+        yield
+    except BaseException as error:
+        if not hasattr(error, "doing"):
+            error.doing = what  # type: ignore[attr-defined]
+        raise
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -127,6 +191,56 @@ def whole_numbers(option: str, value: Any) -> tuple[int, ...]:
     if not words or not all(re.fullmatch(r"\s*0*[1-9]\d{0,8}\s*", str(word)) for word in words):
         raise BadOption(option, "must be whole numbers of at least 1 with commas between", value)
     return tuple(int(word) for word in words)
+
+
+def check_file(option: str, path: str | Path) -> None:
+    """That a path names a plain file: opening a pipe would wait for ever for who writes into it, and a device may have no end."""
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError) as error:  # the second: a zero in the name
+        reason = getattr(error, "strerror", None) or error
+        raise BadOption(option, f"must be a file that can be read ({reason})", str(path)) from None
+    if not stat.S_ISREG(mode):
+        kind = "a folder" if stat.S_ISDIR(mode) else "a pipe" if stat.S_ISFIFO(mode) else "a device or a socket"
+        raise BadOption(option, f"must be a file that can be read (it is {kind})", str(path))
+
+
+class Room(NamedTuple):
+    """Memory that an option's value asks for."""
+
+    option: str
+    value: Any
+    what: str
+    size: float  # bytes
+
+
+def require_room(*asked: Room) -> None:
+    """Refuses what memory can't hold, before any of it is taken: the system would end the process, or all others."""
+    free, total = free_memory(), sum(room.size for room in asked)
+    if total <= free:
+        return
+    most = max(asked, key=lambda room: room.size)
+    of = f" of {in_bytes(total)} in all" if len(asked) > 1 else ""
+    rule = f"asks for more memory than the {in_bytes(free)} that are free: {most.what} takes about {in_bytes(most.size)}{of}"
+    raise BadOption(most.option, rule, most.value)
+
+
+def free_memory() -> float:
+    """Bytes that can still be taken, by what the system says; infinite where it does not."""
+    found = [math.inf]
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found += [1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    with contextlib.suppress(OSError, ValueError):  # of a container; "max" is no number
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        found += [float(limit - used)]
+    return min(found)
+
+
+def in_bytes(size: float) -> str:
+    """1,234,567,890 as "1.2 GB"."""
+    power = min(5, max(0, int(math.log10(max(size, 1)) / 3)))
+    return f"{size / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB', 'PB')[power]}"
 
 
 # ---------------------------------------------------------------- parts by name

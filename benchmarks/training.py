@@ -1,9 +1,17 @@
 """Every head trained alone, end to end, against the linear head in the same setting. Prints the tables of docs/results.md.
 
-    python benchmarks/training.py [digits|grid|forms|fashion|cifar ...] [--seeds 5] [--data DIR] [--out DIR] [--jobs 2] [--only LABEL]
+    python benchmarks/training.py [TABLE ...] [--seeds 5] [--data DIR] [--out DIR] [--jobs 2] [--only LABEL]
 
-`fashion` and `cifar` read DIR/fashion-mnist.npz and DIR/cifar10.npz (x_train, y_train, x_test, y_test). Each cell is a run of main.py in
-a directory of its own under --out, with one thread; a cell that is there already is not trained again.
+| TABLE | |
+|---|---|
+| digits, fashion, cifar | each head over neighbors, with three sizes of the embedding, against the linear head |
+| grid | dropout x MixUp x averaging x learning rate on digits, one seed |
+| forms | what keeps heads from collapsing, alone and together, one seed |
+| longtail, neighbors | every predictor of every head as trained and calibrated, by the recipes (`--seeds 3` in docs/results.md) |
+
+DIR has fashion-mnist.npz and cifar10.npz (x_train, y_train, x_test, y_test), and for `neighbors` cifar10n.npz (aggre, worse: a label a
+training row) and tf_efficientnet_lite0.safetensors. Each cell is a run of main.py in a directory of its own under --out, with one thread;
+a cell that is there already is not trained again.
 """
 
 from __future__ import annotations
@@ -22,7 +30,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 MAIN = Path(__file__).resolve().parent.parent / "main.py"
+RECIPES = MAIN.parent / "recipes"
 HEADS = ("attn-knn", "knn", "linear+attn-knn", "linear+knn")
+TRAINED = ("linear", "knn", "attn-knn", "linear+attn-knn")  # heads that train a backbone in the tables of predictors
 ARMS = {"linear": ["--head", "linear"]} | {
     f"{head}, embed_dim {dim}": ["--head", head, "--embed_dim", str(dim)] for head, dim in itertools.product(HEADS, (0, 32, 256))
 }
@@ -38,13 +48,22 @@ class Cell(NamedTuple):
 
     @property
     def folder(self) -> str:
-        return f"{self.group}/{self.arm}/{self.seed}".replace(", ", "-").replace(" ", "_")
+        """Where its run is, under --out."""
+        return f"{self.group}/{self.arm}/{self.seed}".replace(", ", "-").replace(" ", "_").replace("%", "percent")
 
 
 def cells_of(table: str, seeds: int, data: Path, out: Path) -> list[Cell]:
     """By seed first, so that an interrupted table has whole seeds."""
     if table in ("grid", "forms"):
         return grid() if table == "grid" else forms()
+    if table in ("longtail", "neighbors"):
+        settings = longtail(data) if table == "longtail" else neighbors(data, out)
+        return [
+            Cell(f"{table}/{label}", head, seed, ["--config", str(RECIPES / recipe), *flags, "--head", head])
+            for seed in range(seeds)
+            for label, (recipe, flags, heads) in settings.items()
+            for head in heads
+        ]
     common = {"digits": [], "fashion": FASHION, "cifar": CIFAR}[table]
     if table != "digits":
         common = [*common, "--dataset", f"npz:{part_of(data, table, out)}"]
@@ -58,7 +77,7 @@ def grid() -> list[Cell]:
         group = f"grid/dropout {dropout} mixup {mixup} average {average} lr {lr}"
         settings = {"num_epochs": 15, "dropout": dropout, "mixup_alpha": mixup, "ema_decay": average, "lr": lr}
         flags = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-        found += [Cell(group, head, 0, ["--head", head, *flags]) for head in ("linear", "attn-knn", "knn")]
+        found += [Cell(group, head, 0, ["--head", head, *flags]) for head in ("linear", *HEADS)]
     return found
 
 
@@ -69,6 +88,38 @@ def forms() -> list[Cell]:
     for standardize, ramp in itertools.product(("--standardize", "--no-standardize"), ("--dropout_ramp", "--no-dropout_ramp")):
         group = f"forms/{standardize[2:]} {ramp[2:]}"
         found += [Cell(group, head, 0, ["--head", head, standardize, ramp, *hard]) for head in ("attn-knn", "knn", "linear+attn-knn")]
+    return found
+
+
+Setting = tuple[str, list[str], tuple[str, ...]]  # recipe, flags over it, heads
+
+
+def longtail(data: Path) -> dict[str, Setting]:
+    """The last class has a hundredth of the rows of the first; validation and test rows are balanced."""
+    file = f"npz:{data / 'fashion-mnist.npz'}"
+    return {"Fashion-MNIST, long tail .01": ("neighbors_fashion.yaml", ["--dataset", file, "--imbalance", ".01"], TRAINED)}
+
+
+def neighbors(data: Path, out: Path) -> dict[str, Setting]:
+    """Do neighbors help? Clean labels, noisy labels, and noisy labels of the validation rows too."""
+    found: dict[str, Setting] = {"digits": ("neighbors_digits.yaml", [], TRAINED)}
+    part = ["--dataset", f"npz:{part_of(data, 'fashion', out)}"]
+    frozen = ["--dataset", f"npz:{data / 'cifar10.npz'}", "--pretrained", str(data / "tf_efficientnet_lite0.safetensors")]
+    frozen += ["--feature_cache", str(out / "features")]  # the same for all labels
+    noises = {"": [], ", 30 % symmetric noise": ["--label_noise", ".3"]}
+    for label, noise in with_noisy_validation(noises).items():
+        found[f"Fashion-MNIST, 6,000 rows{label}"] = ("neighbors_fashion.yaml", [*part, *noise], TRAINED)
+    people = {f", noise of people ({key})": ["--label_noise", f"{data / 'cifar10n.npz'}:{key}"] for key in ("aggre", "worse")}
+    for label, noise in with_noisy_validation({"": [], **people}).items():
+        heads = ("linear", "linear+attn-knn")  # nothing trains a backbone here: attn-knn and knn alone are among their predictors
+        found[f"CIFAR-10, frozen backbone{label}"] = ("neighbors_cifar10.yaml", [*frozen, *noise], heads)
+    return found
+
+
+def with_noisy_validation(noises: dict[str, list[str]]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for label, flags in noises.items():
+        found |= {label: flags} | ({f"{label}, validation rows too": [*flags, "--noisy_val"]} if flags else {})
     return found
 
 
@@ -115,11 +166,17 @@ def show(table: str, cells: list[Cell], out: Path) -> None:
 
 
 def show_grid(cells: list[Cell], out: Path) -> None:
-    print("\n## grid\n\n| dropout | MixUp | averaging | lr | linear | attn-knn | knn |\n|---|---|---|---|---|---|---|")
+    """A line a setting; last, the head that ends lowest under the linear head of its setting."""
+    heads = list(by_arm(cells))
+    print(f"\n## grid\n\n| dropout | MixUp | averaging | lr | {' | '.join(heads)} |\n|{'---|' * (4 + len(heads))}")
+    gaps: dict[tuple[str, str], float] = {}
     for group, members in itertools.groupby(cells, key=lambda cell: cell.group):
         settings = group.split()[1::2]
-        accuracy = [f"{scores(cell, out)['test']['accuracy']:.1%}" for cell in members]
-        print(f"| {' | '.join([*settings, *accuracy])} |")
+        accuracy = {cell.arm: 100 * scores(cell, out)["test"]["accuracy"] for cell in members}
+        gaps |= {(group.partition("/")[2], arm): value - accuracy["linear"] for arm, value in accuracy.items() if arm != "linear"}
+        print(f"| {' | '.join([*settings, *(f'{accuracy[head]:.1f}' for head in heads)])} |")
+    (where, arm), gap = min(gaps.items(), key=lambda pair: pair[1])
+    print(f"\nMost under the linear head with the same settings: {arm}, {gap:+.1f} points ({where}).")
 
 
 def show_forms(cells: list[Cell], out: Path) -> None:
@@ -127,6 +184,49 @@ def show_forms(cells: list[Cell], out: Path) -> None:
     for group, members in itertools.groupby(cells, key=lambda cell: cell.group):
         accuracy = [f"{scores(cell, out)['test']['accuracy']:.1%}" for cell in members]
         print(f"| {' | '.join([group.partition('/')[2], *accuracy])} |")
+
+
+def show_predictors(table: str, cells: list[Cell], out: Path) -> None:
+    """A line a predictor of a head: mean and standard deviation over seeds. Below, each head's own against the linear head alone."""
+    columns = "| | head | predictor | accuracy | NLL / ECE as trained | accuracy, calibrated | NLL / ECE calibrated |"
+    print(f"\n## {table}\n\n{columns}\n|---|---|---|---|---|---|---|")
+    groups: dict[str, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(cell.group, []).append(cell)
+    rivals: list[str] = []
+    for group, members in groups.items():
+        label, arms = group.partition("/")[2], by_arm(members)
+        shown = label
+        for arm, of_arm in arms.items():
+            head = arm
+            results = [scores(cell, out) for cell in of_arm]
+            for name in results[0]["predictors"]["scores"]:
+                of_seeds = [r["predictors"]["scores"][name] for r in results]
+                print(f"| {shown} | {head} | {name} | {' | '.join(predictor_cells(of_seeds))} |")
+                shown = head = ""
+            if arm != "linear" and "linear" in arms:
+                linear = [scores(cell, out) for cell in arms["linear"]]
+                rivals.append(f"| {label} | {arm} | {' | '.join(gains(results, linear))} |")
+    print("\n| its own predictor minus the linear head alone | head | accuracy | NLL as trained | accuracy, calibrated | NLL calibrated |")
+    print("\n".join(["|---|---|---|---|---|---|", *rivals]))
+
+
+def predictor_cells(of_seeds: list[dict[str, Any]]) -> list[str]:
+    """Accuracy and NLL / ECE, as trained and calibrated."""
+    found = []
+    for variant in ("raw", "calibrated"):
+        found.append(spread([100 * s[variant]["accuracy"] for s in of_seeds], 1))
+        found.append(" / ".join(spread([s[variant][key] for s in of_seeds], 3) for key in ("nll", "ece")))
+    return found
+
+
+def gains(results: list[dict[str, Any]], linear: list[dict[str, Any]]) -> list[str]:
+    """Differences of the same seeds: points of accuracy, and NLL."""
+    found = []
+    for variant, (key, factor, digits) in itertools.product(("test", "test_calibrated"), (("accuracy", 100, 1), ("nll", 1, 3))):
+        pairs = zip(results, linear, strict=True)
+        found.append(spread([factor * (ours[variant][key] - theirs[variant][key]) for ours, theirs in pairs], digits))
+    return found
 
 
 def by_arm(cells: list[Cell]) -> dict[str, list[Cell]]:
@@ -142,27 +242,29 @@ def spread(values: list[float], digits: int) -> str:
     return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
 
 
+SHOW = {"grid": lambda _, cells, out: show_grid(cells, out), "forms": lambda _, cells, out: show_forms(cells, out)}
+SHOW |= {"longtail": show_predictors, "neighbors": show_predictors}
+TABLES = ("digits", "fashion", "cifar", "grid", "forms", "longtail", "neighbors")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("tables", nargs="*", default=["digits", "grid"], help="digits, grid, forms, fashion, cifar")
+    parser.add_argument("tables", nargs="*", default=["digits", "grid"], help=", ".join(TABLES))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--data", type=Path, default=Path("data"))
     parser.add_argument("--out", type=Path, default=Path("runs/training"))
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--only", default="", help="arms whose label has this text, beside linear")
     args = parser.parse_args()
+    if unknown := set(args.tables) - set(TABLES):
+        parser.error(f"no table is called {', '.join(sorted(unknown))}; there are {', '.join(TABLES)}")
     for table in args.tables:
         cells = cells_of(table, args.seeds, args.data.resolve(), args.out.resolve())
         if table not in ("grid", "forms"):
             cells = [cell for cell in cells if args.only in cell.arm or cell.arm == "linear"]
         with ThreadPoolExecutor(args.jobs) as pool:
             list(pool.map(lambda cell: train(cell, args.out), cells))
-        if table == "grid":
-            show_grid(cells, args.out)
-        elif table == "forms":
-            show_forms(cells, args.out)
-        else:
-            show(table, cells, args.out)
+        SHOW.get(table, show)(table, cells, args.out)
 
 
 if __name__ == "__main__":

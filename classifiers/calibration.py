@@ -8,6 +8,7 @@ cross-validation.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import math
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from classifiers.predictors import HeadPredictor, Interpolation, Predictor, Vote
 from classifiers.retrieved import Retrieved
-from utils import fold_in, one_of
+from utils import fold_in, one_of, warn
 
 MODES = ("none", "head", "temperature")
 SPREADS = (0.1, 0.3, 1.0)  # how far parameters may go; the first hardly lets them
@@ -30,21 +31,69 @@ FOLDS, EPOCHS, BATCH, RATE = 3, 8, 256, 3e-3  # of the final fit of the attentio
 TRAINING_EPOCHS = 3  # of an attention over a bank that has none
 
 
+class NotFinite(ArithmeticError):
+    """A fit that has stepped to infinity, or whose probabilities are not numbers. Its parameters are where they started."""
+
+
 def calibrate(predictor: Predictor, retrieved: Retrieved, target: Tensor, mode: str, seed: int = 0) -> Predictor:
-    """A calibrated copy. temperature: one number. head: temperatures, prior, interpolation share, and a short fit of the attention."""
+    """A calibrated copy. temperature: one number. head: temperatures, prior, interpolation share, and a short fit of the attention.
+
+    A fit that is not finite gives way to a narrower one, then to a temperature, then to none, and says so.
+    """
     one_of("calibrate", mode, MODES)
     fitted = copy.deepcopy(predictor).eval().requires_grad_(False)
     if mode == "none" or not len(retrieved):
         return fitted
-    if mode == "temperature":
+    if mode == "head":
+        try:
+            return fit_all(copy.deepcopy(fitted), retrieved, target, seed)
+        except NotFinite:
+            _tell(fitted, "a fit of all that sets its confidence is not finite; one temperature is fitted instead")
+    try:
         # NOTE: held to 1 a little. Where a few rows are all right, the most likely temperature is 0, and one error costs everything.
-        return fit_confidence(fitted, fitted.all_scores(retrieved), retrieved, target, [fitted.log_temperature], spread=HELD)
+        return fit_narrower(fitted, fitted.all_scores(retrieved), retrieved, target, [fitted.log_temperature], spread=HELD)
+    except NotFinite:
+        _tell(fitted, "no fit is finite; its confidence stays as trained")
+        return fitted
+
+
+def fit_all(fitted: Predictor, retrieved: Retrieved, target: Tensor, seed: int) -> Predictor:
     fitted.fitted_to(len(retrieved))
     epochs, spread = choose_fit(fitted, retrieved, target, seed)
     starts = [p.detach().clone() for p in fitted.confidence()]
+    before = copy.deepcopy(fitted)
     for _ in fit_attention(fitted, retrieved, target, epochs, seed):
         pass
-    return fit_confidence(fitted, fitted.all_scores(retrieved), retrieved, target, starts=starts, spread=spread)
+    if not all(p.isfinite().all() for p in (*fitted.attention(), *fitted.confidence())):
+        _tell(fitted, "a fit of the attention is not finite; the attention stays as trained")
+        fitted = before
+    return fit_narrower(fitted, fitted.all_scores(retrieved), retrieved, target, starts=starts, spread=spread)
+
+
+def fit_narrower(
+    predictor: Predictor,
+    scores: Tensor,
+    retrieved: Retrieved,
+    target: Tensor,
+    parameters: list[nn.Parameter] | None = None,
+    *,
+    starts: list[Tensor] | None = None,
+    spread: float,
+) -> Predictor:
+    """`fit_confidence`, again with less room where it is not finite."""
+    for room in (spread, *(s for s in reversed(SPREADS) if s < spread)):
+        try:
+            fit_confidence(predictor, scores, retrieved, target, parameters, starts=starts, spread=room)
+        except NotFinite:
+            continue
+        if room < spread:
+            _tell(predictor, f"a fit with spread {spread:g} is not finite; one with {room:g} is taken")
+        return predictor
+    raise NotFinite
+
+
+def _tell(predictor: Predictor, what: str) -> None:
+    warn(f"calibrate: {type(predictor).__name__} on validation rows: {what}")
 
 
 def no_worse_than_parts(fitted: Interpolation, linear: Predictor, vote: Predictor, retrieved: Retrieved, target: Tensor) -> Interpolation:
@@ -59,7 +108,8 @@ def no_worse_than_parts(fitted: Interpolation, linear: Predictor, vote: Predicto
         trial = Interpolation(copy.deepcopy(linear), copy.deepcopy(vote), share=start).to(fitted.share_logit.device).eval()
         trial.fits_share = True
         if start == 0.5:
-            fit_confidence(trial, trial.all_scores(retrieved), retrieved, target, [trial.share_logit])
+            with contextlib.suppress(NotFinite):
+                fit_confidence(trial, trial.all_scores(retrieved), retrieved, target, [trial.share_logit])
         if (loss := nll_of(trial, retrieved, target)) < lowest:
             best, lowest = trial, loss
     return best.requires_grad_(False)
@@ -81,7 +131,7 @@ def fit_confidence(
     spread: float = math.inf,
 ) -> Predictor:
     """Fits the cheap step to scores that were computed once: L-BFGS on all rows. `spread`: standard deviation of the Gaussian that
-    holds each parameter to where it starts."""
+    holds each parameter to where it starts. Raises NotFinite."""
     parameters = predictor.confidence() if parameters is None else parameters
     starts = starts or [p.detach().clone() for p in parameters]
     context = retrieved.context
@@ -105,11 +155,15 @@ def fit_confidence(
             if "overflow" not in str(error):
                 raise
             failed = True
-    failed = failed or not all(parameter.isfinite().all() for parameter in parameters)
-    for parameter, start in zip(parameters, starts, strict=True):
+        except (OverflowError, ZeroDivisionError, ValueError):  # so does its arithmetic in Python
+            failed = True
+    for parameter in parameters:
         parameter.requires_grad_(False)
-        if failed:
-            parameter.copy_(start)
+    with torch.no_grad():
+        if failed or not predictor.log_probs(scores, context).gather(1, target[:, None]).isfinite().all():
+            for parameter, start in zip(parameters, starts, strict=True):
+                parameter.copy_(start)
+            raise NotFinite
     return predictor
 
 
@@ -175,10 +229,15 @@ def held_out(
     scores, other_scores = predictor.all_scores(known), predictor.all_scores(others)
     losses = []
     for spread in spreads:
-        fitted = fit_confidence(copy.deepcopy(predictor), scores, known, target, starts=starts, spread=spread)
+        try:
+            fitted = fit_confidence(copy.deepcopy(predictor), scores, known, target, starts=starts, spread=spread)
+        except NotFinite:
+            losses.append(torch.tensor(math.inf, dtype=torch.float64))
+            continue
         with torch.no_grad():
-            losses.append(F.nll_loss(fitted.log_probs(other_scores, others.context), truth, reduction="sum").double())
-    return torch.stack(losses).cpu()
+            loss = F.nll_loss(fitted.log_probs(other_scores, others.context), truth, reduction="sum").double()
+            losses.append(loss.nan_to_num(math.inf).cpu())
+    return torch.stack(losses)
 
 
 def train_attention(predictor: Vote, retrieved: Retrieved, target: Tensor, seed: int) -> None:

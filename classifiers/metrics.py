@@ -153,8 +153,10 @@ def embedding_spread(embeddings: Tensor, labels: Tensor) -> dict[str, float]:
 def _by_confidence(confidence: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """Confidence, highest first, and the share that is right among the rows of that same confidence, in float64.
 
-    NOTE: votes of k neighbors have few values. Among equal ones the order of the rows must not matter, hence the mean over them.
+    NOTE: votes of k neighbors have few values, and rounding moves equal ones apart: what is equal to six digits is equal. Among equal
+    ones the order of the rows must not matter, hence the mean over them.
     """
-    values, group, count = confidence.double().unique(return_inverse=True, return_counts=True)
-    share = torch.zeros_like(values).index_add_(0, group, right.double()) / count
+    rows = confidence.double()
+    _, group, count = rows.round(decimals=6).unique(return_inverse=True, return_counts=True)
+    values, share = (torch.zeros_like(rows[: len(count)]).index_add_(0, group, x) / count for x in (rows, right.double()))
     return values.repeat_interleave(count).flip(0), share.repeat_interleave(count).flip(0)

@@ -44,8 +44,16 @@ def gflops(model: nn.Module, x: Tensor) -> float:
 def speed_of(model: nn.Module, x: Tensor) -> dict[str, Any]:
     """Throughput with its quartiles, and how busy the machine was (processes that want a core, over the last minute)."""
     low, median, high = rows_per_second(model, x)
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-    return {"images_per_second": median, "images_per_second_quartiles": [low, high], "load": load}
+    return {"images_per_second": median, "images_per_second_quartiles": [low, high], "load": load()}
+
+
+def load() -> float | None:
+    """Processes that wanted a core, on average over the last minute; None where the system does not tell."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
+def load_of(machine: float | None) -> str:
+    return "load unknown" if machine is None else f"load {machine:.1f} on {os.cpu_count()} cores"
 
 
 @torch.no_grad()

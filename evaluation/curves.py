@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import json
+import io
 import math
 from pathlib import Path
 from typing import Any
 
+from training.progress import METRICS, read_lines
 
-def write_epochs(folder: Path, final: str, best_epoch: int) -> None:
-    """train_eval_results.txt, a line an epoch and the final table; curves.png."""
-    epochs = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+def epochs_of(folder: Path, final: str, best_epoch: int) -> tuple[str, bytes]:
+    """train_eval_results.txt, a line an epoch and the final table; and curves.png."""
+    epochs = read_lines(folder / METRICS)
     lines = []
     for e in epochs:
         val = f"  val_accuracy {e['val']['accuracy']:.4f}  val_nll {e['val']['nll']:.4f}" if e["val"] else ""
         lines.append(f"epoch {e['epoch']}  loss {sum(e['train'].values()):.4f}{val}  lr {e['lr']:.3g}  seconds {e['seconds']:.1f}")
-    (folder / "train_eval_results.txt").write_text("\n".join([*lines, "", final]) + "\n")
-    draw_curves(epochs, folder / "curves.png", best_epoch)
+    return "\n".join([*lines, "", final]) + "\n", drawn_curves(epochs, best_epoch)
 
 
-def draw_curves(epochs: list[dict[str, Any]], path: Path, best_epoch: int) -> None:
+def drawn_curves(epochs: list[dict[str, Any]], best_epoch: int) -> bytes:
     from matplotlib.figure import Figure  # without pyplot: no display, no global state
     from matplotlib.ticker import FuncFormatter
 
@@ -44,8 +45,11 @@ def draw_curves(epochs: list[dict[str, Any]], path: Path, best_epoch: int) -> No
     for axes in (loss, accuracy, *third):
         axes.grid(alpha=0.3)
         if axes.lines:
-            axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))  # beside the curves, never on them
-    figure.savefig(path, dpi=110)
+            # beside the curves, and beside the numbers of a right axis, never on them
+            axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.12 if axes in third else 1, 1))
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=110, format="png")
+    return picture.getvalue()
 
 
 def _draw_spread(axes: Any, steps: list[int], spread: list[dict[str, float]]) -> None:
@@ -53,7 +57,8 @@ def _draw_spread(axes: Any, steps: list[int], spread: list[dict[str, float]]) ->
     cosines = [s["cosine_between_classes"] for s in spread]
     axes.plot(steps, cosines, label="mean cosine of embeddings\nof different classes")
     axes.plot([], [], color="tab:orange", label="effective rank (right)")
-    axes.set(xlabel="epoch", ylim=(min(-0.1, *cosines, 0), 1.02))
+    axes.set(xlabel="epoch", ylabel="cosine", ylim=(min(-0.1, *cosines, 0), 1.02))
     ranks = axes.twinx()
-    ranks.plot(steps, [s["effective_rank"] for s in spread], color="tab:orange")
-    ranks.set(ylim=(0, None))
+    effective = [s["effective_rank"] for s in spread]
+    ranks.plot(steps, effective, color="tab:orange")
+    ranks.set(ylim=(0, 1.05 * max(effective)))

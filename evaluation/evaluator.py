@@ -42,6 +42,7 @@ class Evaluator:
     options: EvaluationOptions
     foreign: AnyBatches | None = None
     growth: Growth | None = None
+    _validation: Retrieved | None = None  # looked up once
 
     def retrieve(self, rows: Any, k: int | None = None) -> Retrieved:
         features = self.classifier.of_rows(rows)
@@ -72,20 +73,28 @@ class Evaluator:
             of_each = {n: {v: scores(variants[v][n], target) for v in variants} for n in self.predictors.names}
             found["predictors"] = {**self.circumstances(views[0]), **self.with_leave_one_out(of_each)}
             if len(ks) > 1:
-                sweeps = [v for v in ("raw", "calibrated") if v in variants]
-                found["predictors"]["by_k"] = {v: self.by_k(plain, ks, target, calibrated=v == "calibrated") for v in sweeps}
+                sweeps = {v: self.predictors.by_k(plain, ks, calibrated=v == "calibrated") for v in ("raw", "calibrated") if v in variants}
+                found["predictors"]["by_k"] = {v: by_name(of_k, target) for v, of_k in sweeps.items()}
+                variants |= {f"{v}.k{k}": of_name for v, of_k in sweeps.items() for k, of_name in of_k.items()}
             if self.foreign is not None:
                 found["ood"] = self.out_of_distribution(views[0], variants[answer[-1].removesuffix("_tta")][self.predictors.own])
             if self.growth is not None:
-                found["continual"] = self.continual(views[0], self.growth, target)
+                found["continual"], variants["continual"] = self.continual(views[0], self.growth, target)
         return found, variants
+
+    def validation(self) -> Retrieved:
+        """The validation rows."""
+        assert self.sets.val is not None
+        if self._validation is None:
+            self._validation = self.retrieve(self.sets.val)
+        return self._validation
 
     def validate_calibrated(self) -> dict[str, float] | None:
         """The validation rows after calibration, which was fitted to them; None where it was not."""
         val = self.sets.val
         if val is None or self.classifier.calibrated is None:
             return None
-        return standard_metrics(self.classifier.log_probs(self.retrieve(val)), val.target)
+        return standard_metrics(self.classifier.log_probs(self.validation()), val.target)
 
     def out_of_distribution(self, test: Retrieved, log_probs: Tensor) -> dict[str, Any]:
         assert self.foreign is not None
@@ -94,13 +103,13 @@ class Evaluator:
         names = {"dataset": self.foreign.data.name, "predictor": self.predictors.own}
         return names | detection(test, foreign, log_probs, unsure)
 
-    def continual(self, test: Retrieved, growth: Growth, target: Tensor) -> dict[str, Any]:
+    def continual(self, test: Retrieved, growth: Growth, target: Tensor) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The best known predictor over the neighbors (the head's own, else the attention), with the bank as it is and growing."""
         assert self.retriever is not None
         name = self.predictors.own if self.classifier.head.wants_bank else "attention"
         vote = self.predictors.of(name, calibrated=self.predictors.mode != "none")
         grown, sizes = predict_while_growing(vote, self.retriever, growth, test.features, target)
-        return {"predictor": name, "before": scores(vote.predict(test), target), "after": scores(grown, target), **sizes}
+        return {"predictor": name, "before": scores(vote.predict(test), target), "after": scores(grown, target), **sizes}, {name: grown}
 
     def variants(self, views: list[Retrieved]) -> dict[str, dict[str, Tensor]]:
         """Log-probabilities of each predictor as trained and calibrated, of the rows as they are and averaged over views."""
@@ -137,21 +146,18 @@ class Evaluator:
             found["neighbors"] = {name: vote.neighbors_with_weight(retrieved) if vote else 0.0 for name, vote in votes.items()}
         return found
 
-    def by_k(self, retrieved: Retrieved, ks: list[int], target: Tensor, *, calibrated: bool) -> dict[str, dict[int, dict[str, float]]]:
-        """Scores of each predictor with the first k neighbors, for each k."""
-        of_k = self.predictors.by_k(retrieved, ks, calibrated=calibrated)
-        return {name: {k: standard_metrics(of_k[k][name], target) for k in ks} for name in self.predictors.names}
-
     def with_leave_one_out(self, of_each: dict[str, Any]) -> dict[str, Any]:
-        """With the accuracy of each vote over training rows that are not their own neighbors."""
+        """With the accuracy of each vote over training rows that are not their own neighbors, and beside it over validation rows."""
         assert self.retriever is not None
         retrieved, labels = leave_one_out(self.retriever)
+        rows = {"train_leave_one_out": (retrieved, labels)}
+        rows |= {"val_accuracy": (self.validation(), self.sets.val.target)} if self.sets.val is not None else {}
         for name in self.predictors.names:
             predictor = self.predictors.of(name, calibrated=False)
             if predictor.linear_part is None:  # a linear head has learned these rows
-                with torch.no_grad():
-                    right = torch.cat([predictor(block).argmax(1) for block in retrieved.blocks()]) == labels
-                of_each[name]["train_leave_one_out"] = right.double().mean().item()
+                for key, (some, of_some) in rows.items():
+                    right = predictor.predict(some).argmax(1) == of_some
+                    of_each[name][key] = right.double().mean().item()
         return {"scores": of_each, "left_out_rows": len(labels)}
 
 
@@ -162,6 +168,11 @@ def leave_one_out(retriever: NeighborHead) -> tuple[Retrieved, Tensor]:
     some = torch.linspace(0, len(bank) - 1, min(len(bank), LEFT_OUT)).round().long()
     device = retriever.vote.log_temperature.device
     return retriever.leave_one_out(bank.ids[some].to(device)), bank.labels[some].to(device)
+
+
+def by_name(of_k: dict[int, dict[str, Tensor]], target: Tensor) -> dict[str, dict[int, dict[str, float]]]:
+    """Scores of each predictor for each k."""
+    return {name: {k: standard_metrics(of_name[name], target) for k, of_name in of_k.items()} for name in next(iter(of_k.values()))}
 
 
 def scores(log_probs: Tensor, target: Tensor) -> dict[str, float]:

@@ -22,15 +22,17 @@ LARGEST = 10
 def keep(
     folder: Path, variants: dict[str, dict[str, Tensor]], target: Tensor, *, own: str, test_rows: str, most: int = MOST_NUMBERS
 ) -> None:
-    """Log-probabilities of every predictor, `NAME.raw` and `NAME.calibrated` (rows, classes), with row numbers and labels.
+    """Log-probabilities of every predictor, `NAME.raw` and `NAME.calibrated` (rows, classes), with row numbers and labels; of several k
+    also `NAME.raw.k5`, of all of which there may be so many numbers as of one predictor.
 
     `own` names the head's predictor, `test_rows` is the hash of the test rows. Of more numbers than `most`: `NAME.raw.largest` with
     `NAME.raw.classes`, the label's own `NAME.raw.label`, and `NAME.raw.entropy`.
     """
     tensors = {"row": torch.arange(len(target)), "label": target.cpu()}
+    swept = sum(len(of_name) for variant, of_name in variants.items() if "." in variant)
     for variant, of_name in variants.items():
         for name, log_probs in of_name.items():
-            few = log_probs.numel() <= most
+            few = log_probs.numel() * (swept if "." in variant else 1) <= most
             parts = {"": log_probs.float().cpu()} if few else shortest(log_probs.cpu(), target.cpu())
             tensors |= {f"{name}.{variant}{part}": value.contiguous() for part, value in parts.items()}
     metadata = {"own": own, "test_rows": test_rows, "predictors": json.dumps(list(next(iter(variants.values()))))}

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from config import TOPIC_OF, Config
-from evaluation.cost import parameters
+from evaluation.cost import load_of, parameters
 
 
 def description(config: Config, summary: Mapping[str, Any], shape: tuple[int, ...], model: nn.Module) -> str:
@@ -50,6 +50,7 @@ def table(results: dict[str, Any], written: Path) -> str:
         "parameters": f"{results['params'] / 1e6:.3f} M",
         "GFLOPs": f"{results['gflops']:.4g}",
         "images/s": "{:,.0f} ({:,.0f} to {:,.0f})".format(results["images_per_second"], *results["images_per_second_quartiles"]),
+        "machine then": load_of(results["load"]),
         "peak memory": f"{results['peak_memory_mb']:,.0f} MB" if results["peak_memory_mb"] else "",
         "training time": f"{results['seconds']:.1f} s",
     }

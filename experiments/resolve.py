@@ -118,7 +118,7 @@ def identity_of(arm: Arm, seed: int, code: str, rows: Rows, *, build: bool, meas
     config = complete(given, data)
     seconds = 0.0
     if build:
-        parts = Parts.of(config, with_published_normalization(config, data), device)
+        parts = Parts.of(config, with_published_normalization(config, data), device, frozenset(given))
         seconds = measure(config, parts.data, parts.model, device) if measure else 0.0
     plugin = digest_of_plugin(given["plugin"]) if given.get("plugin") else ""
     text = json.dumps(canonical(config, device.type), sort_keys=True, default=str)

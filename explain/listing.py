@@ -12,7 +12,7 @@ from torch import nn
 import layers
 from classifiers import HEADS
 from dataset import DATASETS, PREFIXES
-from evaluation.cost import gflops, parameters, rows_per_second
+from evaluation.cost import ROUNDS, gflops, load, load_of, parameters, rows_per_second
 from inputs.arrays import read_npz
 from inputs.folders import read_folder
 from inputs.tables import read_csv
@@ -25,6 +25,7 @@ from utils import BadOption, first_line, one_of, options_of
 KINDS = ("layers", "models", "heads", "datasets")
 TIMM_SHOWN = 40
 BANK_ROWS = 10_000
+MEASURED = f"median and quartiles of at least {ROUNDS} rounds"
 
 
 def show(
@@ -49,14 +50,14 @@ def show(
 def cost_of(module: nn.Module, x: torch.Tensor) -> str:
     """Parameters, FLOPs of one row, and measured time of a batch."""
     slow, median, fast = (1e3 * len(x) / speed for speed in rows_per_second(module.eval(), x, seconds=0.2))
-    return f"{parameters(module):,} parameters, {gflops(module, x):.3f} GFLOPs, {median:.1f} ms forward ({fast:.1f} to {slow:.1f})"
+    return f"{parameters(module):,} parameters, {gflops(module, x):.3f} GFLOPs, {median:.3g} ms forward ({fast:.3g} to {slow:.3g})"
 
 
 def show_layers(dim: int, num_heads: int, side: int, batch_size: int) -> None:
     """Each layer with its default options, measured forward in turn."""
     tokens = 1 + side * side
     setting = f"{dim} channels, {num_heads} heads, {tokens} tokens, batches of {batch_size}, {torch.get_num_threads()} threads"
-    print(f"LAYERS, measured with {setting}")
+    print(f"LAYERS, measured with {setting}; {MEASURED}; {load_of(load())}")
     common = options_of(TokenMixer)
     x = torch.randn(batch_size, tokens, dim)
     for name in layers.LAYERS:
@@ -77,7 +78,7 @@ def show_models(dim: int, num_heads: int, image_size: int, patch_size: int, batc
         name="", shape=(3, image_size, image_size), num_classes=10, dim=dim, num_heads=num_heads, d_mlp=4 * dim, patch_size=patch_size
     )
     sizes = f"{image.depth} blocks of {dim} channels, images of {image_size}, tables of 16 columns, batches of {batch_size}"
-    print(f"MODELS, measured with {sizes}")
+    print(f"MODELS, measured with {sizes}; {load_of(load())}")
     for name in MODELS:
         cost = "not measured: it refuses images and tables"
         for spec in (image, dataclasses.replace(image, shape=(16,))):
@@ -98,7 +99,8 @@ def show_models(dim: int, num_heads: int, image_size: int, patch_size: int, batc
 
 
 def show_heads(dim: int) -> None:
-    print(f"HEADS, measured with {dim} features, 10 classes and, for those that look at neighbors, a bank of {BANK_ROWS:,} rows")
+    setting = f"{dim} features, 10 classes and, for those that look at neighbors, a bank of {BANK_ROWS:,} rows"
+    print(f"HEADS, measured with {setting}; {load_of(load())}")
     for name in HEADS:
         options = ", ".join(f"{k}={v!r}" for k, v in options_of(HEADS[name]).items())
         head: Any = HEADS[name](dim, 10)

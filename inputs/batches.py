@@ -101,12 +101,7 @@ class Batches(AnyBatches):
         if data.kind != "table":
             shift, scale = (torch.tensor(data.fitted[k], dtype=torch.float32, device=device).view(1, -1, 1, 1) for k in ("mean", "std"))
             self.scale, self.shift, self.std = 1 / (255 * scale), -shift / scale, scale
-        # Images that augmentation will crop get their border of zeros once, here.
-        self.border = border_of(split.x) if augment and data.kind == "image" else 0
-        self.x = None if self.files else self._to_device(torch.from_numpy(split.x))
-
-    def _to_device(self, x: Tensor) -> Tensor:
-        return F.pad(x, (self.border,) * 4).to(self.device) if self.border else x.to(self.device)
+        self.x = None if self.files else torch.from_numpy(split.x).to(self.device)
 
     def check_view(self, view: int) -> None:
         if view < 0:
@@ -116,10 +111,7 @@ class Batches(AnyBatches):
 
     def seen_as(self, view: int) -> Self:
         made = super().seen_as(view)
-        made.augment, made.border = False, 0
-        if self.border:
-            assert self.x is not None
-            made.x = self.x[:, :, self.border : -self.border, self.border : -self.border]
+        made.augment = False
         return made
 
     def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
@@ -143,18 +135,20 @@ class Batches(AnyBatches):
             return x.flip(-1)
         if not self.view or self.files:  # image files were cropped by their worker, which has more of the image
             return x
+        return self._cropped(x, uniforms(fold_in(self.seed, VIEW, self.view), rows, 3))
+
+    def _cropped(self, x: Tensor, draws: np.ndarray) -> Tensor:
+        """Padded a batch at a time: with a border, all images would take up to half as much memory again."""
         border = border_of(x)
-        draws = uniforms(fold_in(self.seed, VIEW, self.view), rows, 3)  # (B, 3)
-        # Padded a batch at a time: there are several views, and the whole set once more for each would not fit.
         return cropped(F.pad(x, (border,) * 4), torch.arange(len(x), device=x.device), draws, border, self.data.flip)
 
     # ------------------------------------------------ in memory
 
     def _gather(self, rows: np.ndarray, index: Tensor, epoch: int) -> Tensor:
         assert self.x is not None
-        if not self.border:
-            return self.x[index]
-        return cropped(self.x, index, uniforms(fold_in(self.seed, AUGMENT, epoch), rows, 3), self.border, self.data.flip)
+        x = self.x[index]
+        crops = self.augment and self.data.kind == "image"
+        return self._cropped(x, uniforms(fold_in(self.seed, AUGMENT, epoch), rows, 3)) if crops else x
 
     def _finish(self, x: Tensor, rows: np.ndarray, epoch: int) -> Tensor:
         """Normalize, add noise, resize. Normalizing first is the same (resizing averages) and has fewer pixels to touch."""

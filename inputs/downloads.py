@@ -16,6 +16,7 @@ from inputs.tables import Table, read_csv, typed_columns
 from utils import BadOption, shortened
 
 ADULT_COLUMNS = 15  # the last is the target
+NAMES = [f"{number}" for number in range(1, ADULT_COLUMNS)]
 
 
 @contextlib.contextmanager
@@ -31,6 +32,24 @@ def no_empty_folders(folder: Path) -> Iterator[None]:
         raise
 
 
+_FORBIDDEN: list[bool] = []
+
+
+@contextlib.contextmanager
+def no_downloads() -> Iterator[None]:
+    """Data are read, and nothing is downloaded: nobody has typed the folder that it would go to."""
+    _FORBIDDEN.append(True)
+    try:
+        yield
+    finally:
+        _FORBIDDEN.pop()
+
+
+def require_allowed(files: str, root: Path) -> None:
+    if _FORBIDDEN:
+        raise BadOption("data_path", f"must hold {files}, or be typed: nothing is downloaded to where only a checkpoint says", str(root))
+
+
 # ---------------------------------------------------------------- torchvision
 
 
@@ -42,11 +61,14 @@ def read_torchvision(root: Path, dataset: str, files: str, **options: Any) -> So
         try:
             return getattr(tv, dataset)(root, train=train, download=False)
         except RuntimeError:  # torchvision's word for "not found or corrupted"
+            require_allowed(files, root)
             return getattr(tv, dataset)(root, train=train, download=True)
 
     try:
         with no_empty_folders(root / dataset):
             train, test = fetch(True), fetch(False)
+    except BadOption:
+        raise
     except (RuntimeError, OSError, ValueError, AssertionError) as error:  # the last two: a file cut short
         rule = f"must hold {files}, and they could not be downloaded ({shortened(error, 80) or 'damaged'})"
         raise BadOption("data_path", rule, str(root)) from None
@@ -74,7 +96,8 @@ def read_adult(root: Path) -> tuple[Table, np.ndarray, Table, np.ndarray] | tupl
             raise BadOption("data_path", f"must hold the UCI file {name} with {ADULT_COLUMNS} columns", str(files[name]))
         parts.append(rows)
     both = [*parts[0], *parts[1]]
-    table = typed_columns(list(zip(*both, strict=True))[:-1], len(both))  # columns are typed over both files, fitted on the training split
+    # Columns are typed over both files, fitted on the training split.
+    table = typed_columns(list(zip(*both, strict=True))[:-1], NAMES, str(root))
     labels = np.array([row[-1] for row in both])
     n = len(parts[0])
     return table[:n], labels[:n], table[n:], labels[n:]
@@ -96,6 +119,8 @@ def read_wine_quality(root: Path) -> tuple[Table, np.ndarray]:
 def _openml(name: str, version: int, files: str, root: Path) -> tuple[Table, np.ndarray]:
     from sklearn.datasets import fetch_openml
 
+    if not (root / "openml").is_dir():
+        require_allowed(files, root)
     try:
         with no_empty_folders(root / "openml"), warnings.catch_warnings(action="ignore"):  # the error below says it
             bunch = fetch_openml(name, version=version, data_home=str(root), as_frame=False, parser="liac-arff", n_retries=1)
@@ -107,4 +132,4 @@ def _openml(name: str, version: int, files: str, root: Path) -> tuple[Table, np.
         [levels[name][int(v)] if v == v else "" for v in column] if name in levels else column
         for name, column in zip(bunch.feature_names, np.asarray(bunch.data, np.float64).T, strict=True)
     ]
-    return typed_columns(columns, len(bunch.target)), np.asarray(bunch.target).astype(str)
+    return typed_columns(columns, bunch.feature_names, name), np.asarray(bunch.target).astype(str)

@@ -30,10 +30,18 @@ class Reading:
 
 class Features:
     """Features that `embed` makes of batches, kept (if there is a folder) with their checksum under the hash of all that they
-    follow from. `weights` is the `digest_of` the backbone's."""
+    follow from. `weights` is the `digest_of` the backbone's. `also`: where they may lie besides; `owner`: the run that the folder is in."""
 
-    def __init__(self, embed: Callable[[Batch], Tensor], weights: str, reading: Reading, folder: Path | None) -> None:
-        self.embed, self.weights, self.reading, self.folder = embed, weights, reading, folder
+    def __init__(
+        self,
+        embed: Callable[[Batch], Tensor],
+        weights: str,
+        reading: Reading,
+        folder: Path | None,
+        also: tuple[Path, ...] = (),
+        owner: store.Owner | None = None,
+    ) -> None:
+        self.embed, self.weights, self.reading, self.folder, self.also, self.owner = embed, weights, reading, folder, also, owner
 
     def batches(self, part: str, images: Batches, *, views: int = 1, epochs: int = 0) -> FeatureBatches:
         """The rows in `views` views of evaluation, and as training sees them in its first `epochs` epochs."""
@@ -52,15 +60,18 @@ class Features:
 
     def of(self, name: str, images: Batches, plain: Tensor | None = None, epoch: int = 0) -> Tensor:
         """From disk if they are there, else computed and put there. `plain` stands where an epoch leaves a row out."""
-        folder = self.folder and self.folder / f"{name}-{self.key(images, epoch if plain is not None else images.view)}"
+        key, rows = f"{name}-{self.key(images, epoch if plain is not None else images.view)}", len(images.split)
+        folder = self.folder and self.folder / key
+        for place in (*([folder] if folder else []), *(p / key for p in self.also)):
+            if (found := _kept(place, rows)) is not None:
+                return found.to(images.device)
         if folder is None:
             return self._told(name, images, plain, epoch)
-        if (found := _kept(folder)) is not None:
-            return found.to(images.device)
-        with one_at_a_time(folder):  # of several runs that need the same, one computes and the others wait
-            if (found := _kept(folder)) is None:
+        # Of several runs that need the same, one computes and the others wait. A run's own folder has one writer anyway.
+        with one_at_a_time(folder) if self.owner is None else contextlib.nullcontext():
+            if (found := _kept(folder, rows)) is None:
                 found = self._told(name, images, plain, epoch)
-                store.save(folder, {"features": {"x": found}}, {"rows": len(found), "of": name})
+                store.save(folder, {"features": {"x": found}}, {"rows": rows, "of": name}, self.owner)
         return found.to(images.device)
 
     def _told(self, name: str, images: Batches, plain: Tensor | None, epoch: int) -> Tensor:
@@ -87,15 +98,18 @@ class Features:
         return digest_of(self.weights, rows, repr(read), repr(fitted), repr(split.x.shape))[:16]
 
 
-def _kept(folder: Path) -> Tensor | None:
-    """Features from disk, if they are there and whole."""
+def _kept(folder: Path, rows: int) -> Tensor | None:
+    """Features of so many rows from disk, if they are there and whole."""
     if not (folder / store.INDEX).exists():
         return None
     try:
-        return store.load(folder)[0]["features"]["x"]
+        x = store.load(folder)[0].get("features", {}).get("x")
+        if x is None or x.dim() != 2 or len(x) != rows or not x.is_floating_point():
+            raise BadOption("feature_cache", "does not hold the features of these rows", str(folder))
     except BadOption as error:
         say(f"features: computed anew; the cache is damaged ({error.rule})")
         return None
+    return x
 
 
 @contextlib.contextmanager

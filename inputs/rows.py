@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,3 +75,22 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.x)
+
+
+# ---------------------------------------------------------------- rows of a mapped file
+
+AT_ONCE = 1 << 22  # bytes
+
+
+def row_blocks(rows: int, row_bytes: int) -> Iterator[slice]:
+    """All rows, a few megabytes at a time."""
+    step = max(1, AT_ONCE // max(1, row_bytes))
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def release(x: Any) -> None:
+    """Gives back the memory of what was read of a mapped file: its pages count as the process's until then."""
+    while isinstance(x, np.ndarray) and not isinstance(x.base, mmap.mmap):
+        x = x.base
+    if isinstance(x, np.ndarray) and isinstance(x.base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        x.base.madvise(mmap.MADV_DONTNEED)

@@ -2,34 +2,62 @@
 
 from __future__ import annotations
 
-import csv
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from utils import BadOption, did_you_mean
+from inputs.columns import MISSING, Categories, categories_of, check_size, numbers_of, read_columns, text_of
+from inputs.rows import release
+from utils import BadOption, Room, require_room, say
 
-MISSING = frozenset({"", "?", "na", "nan", "null", "none"})
+UNLABELED = ("", "?")  # a class may well be named none
+AT_ONCE = 1 << 18  # numbers that are standardized at once
 
 
-@dataclass(frozen=True)
 class Table:
-    """Columns of numbers (N, a), NaN where missing, and of categories (N, b) as text."""
+    """Columns of numbers (N, a), NaN where missing, and of categories (N, b) as text. Some rows of a table share its memory."""
 
-    numbers: np.ndarray
-    categories: np.ndarray
+    def __init__(self, numbers: np.ndarray, categories: np.ndarray, rows: np.ndarray | None = None) -> None:
+        self._numbers, self._categories, self._rows = numbers, categories, rows
 
     @staticmethod
     def of(x: Table | np.ndarray) -> Table:
-        return x if isinstance(x, Table) else Table(np.asarray(x, np.float64), np.empty((len(x), 0), "U1"))
+        return x if isinstance(x, Table) else Table(np.asanyarray(x), np.empty((len(x), 0), "U1"))
+
+    @property
+    def numbers(self) -> np.ndarray:
+        return self._numbers if self._rows is None else self._numbers[self._rows]
+
+    @property
+    def categories(self) -> np.ndarray:
+        return self._categories if self._rows is None else self._categories[self._rows]
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """How many columns of numbers, and of categories."""
+        return self._numbers.shape[1], self._categories.shape[1]
+
+    def category(self, column: int) -> np.ndarray:
+        found: np.ndarray = self._categories[:, column]
+        return found if self._rows is None else found[self._rows]
+
+    def blocks(self) -> Iterator[tuple[slice, np.ndarray]]:
+        """The numbers as float64, some rows at a time: a table may fill half of the memory."""
+        step = max(1, AT_ONCE // max(1, self.widths[0]))
+        for start in range(0, len(self), step):
+            at = slice(start, min(start + step, len(self)))
+            yield at, np.asarray(self._numbers[at if self._rows is None else self._rows[at]], np.float64)
+            release(self._numbers)
 
     def __len__(self) -> int:
-        return len(self.numbers)
+        return len(self._numbers) if self._rows is None else len(self._rows)
 
     def __getitem__(self, rows: Any) -> Table:
-        return Table(self.numbers[rows], self.categories[rows])
+        chosen = np.arange(len(self._numbers)) if self._rows is None else self._rows
+        return Table(self._numbers, self._categories, chosen[rows])
 
 
 @dataclass(frozen=True)
@@ -42,12 +70,18 @@ class Encoder:
 
     @classmethod
     def fit(cls, table: Table) -> Encoder:
-        present = np.isfinite(table.numbers)
-        counts = np.maximum(present.sum(0), 1)
-        mean = np.where(present, table.numbers, 0).sum(0) / counts
-        std = np.sqrt(np.where(present, (table.numbers - mean) ** 2, 0).sum(0) / counts)
+        total, squares, counts = np.zeros(table.widths[0]), np.zeros(table.widths[0]), np.zeros(table.widths[0])
+        for _, numbers in table.blocks():
+            present = np.isfinite(numbers)
+            counts += present.sum(0)
+            total += np.where(present, numbers, 0).sum(0)
+        counts = np.maximum(counts, 1)
+        mean = total / counts
+        for _, numbers in table.blocks():
+            squares += np.where(np.isfinite(numbers), (numbers - mean) ** 2, 0).sum(0)
+        std = np.sqrt(squares / counts)
         std = np.where(std > 1e-12 * np.maximum(np.abs(mean), 1), std, 1)  # a constant column stays 0
-        return cls(mean.tolist(), std.tolist(), [np.unique(column).tolist() for column in table.categories.T])
+        return cls(mean.tolist(), std.tolist(), [np.unique(table.category(i)).tolist() for i in range(table.widths[1])])
 
     @classmethod
     def from_json(cls, fitted: dict[str, Any]) -> Encoder:
@@ -60,13 +94,29 @@ class Encoder:
 
     def encode(self, table: Table) -> np.ndarray:
         """(N, features) float32."""
-        numbers, categories = table.numbers.shape[1], table.categories.shape[1]
+        numbers, categories = table.widths
         if (numbers, categories) != (len(self.mean), len(self.levels)):
             fitted = f"{len(self.mean)} of numbers and {len(self.levels)} of categories"
             raise BadOption("dataset", f"must have the columns that the model was trained on, {fitted}, not {numbers} and {categories}")
-        units = (np.where(np.isfinite(table.numbers), table.numbers, self.mean) - self.mean) / self.std
-        onehots = [column[:, None] == np.array(seen)[None] for column, seen in zip(table.categories.T, self.levels, strict=True)]
-        return np.concatenate([units, *onehots], axis=1, dtype=np.float32)
+        most = max(map(len, self.levels), default=0)
+        width = numbers + sum(map(len, self.levels))
+        what = f"a table of {width:,} columns" + (f" (one of categories has {most:,} of them)" if most > 1 else "")
+        require_room(Room("dataset", f"{len(table):,} rows", what, 4.0 * len(table) * width))
+        rows = np.zeros((len(table), width), np.float32)
+        for at, found in table.blocks():
+            with np.errstate(over="ignore"):
+                rows[at, :numbers] = (np.where(np.isfinite(found), found, self.mean) - self.mean) / self.std
+            if not np.isfinite(rows[at, :numbers]).all():
+                column = 1 + int((~np.isfinite(rows[at, :numbers])).any(0).argmax())
+                raise BadOption("dataset", f"has numbers that overflow float32 when standardized, in column {column} of numbers")
+        for place, seen in enumerate(self.levels):
+            known, values = np.array(seen, dtype=str), table.category(place)
+            if len(known):
+                level = np.searchsorted(known, values).clip(max=len(known) - 1)
+                has = np.flatnonzero(known[level] == values)
+                rows[has, numbers + level[has]] = 1
+            numbers += len(known)
+        return rows
 
 
 # ---------------------------------------------------------------- files
@@ -74,45 +124,37 @@ class Encoder:
 
 def read_csv(path: Path, target: str) -> tuple[Table, np.ndarray]:
     """A CSV file with a header; a column is numeric if every value in it is a number or missing."""
-    header, rows = _rows(path)
-    if target not in header:
-        raise BadOption("dataset", f"has no column {target!r}{did_you_mean(target, header)}; it has {', '.join(header[:20])}", str(path))
-    if len(header) < 2:
-        raise BadOption("dataset", f"must have columns besides {target!r}", str(path))
-    columns = list(zip(*rows, strict=True))  # by place: two of one name are two columns
-    labels = np.array(columns.pop(header.index(target)))
-    if any(v.strip().lower() in MISSING for v in labels):
+    found = read_columns(path, target)
+    levels = found.target.levels
+    if any(level in UNLABELED for level in levels):
         raise BadOption("dataset", f"has rows without a {target!r}", str(path))
-    return typed_columns(columns, len(rows)), labels
+    if odd := sorted({level for level in levels if level.lower() in MISSING}):
+        say(f"dataset: {target!r} is {' or '.join(map(repr, odd))} in some rows; that is a class like the others ({path})")
+    text = _as_text(found.categories, found.textual, len(found.numbers), str(path))
+    return Table(found.numbers, text), np.array(levels)[found.target.codes]
 
 
-def _rows(path: Path, delimiters: str = ",;\t") -> tuple[list[str], list[list[str]]]:
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise BadOption("dataset", f"must be a file that can be read ({reason})", str(path)) from None
-    lines = [line for line in text.splitlines() if line.strip()]
-    if len(lines) < 2:
-        raise BadOption("dataset", "must be a CSV file with a header and rows", str(path))
-    delimiter = max(delimiters, key=lines[0].count)
-    try:
-        table = [[cell.strip() for cell in row] for row in csv.reader(lines, delimiter=delimiter, skipinitialspace=True)]
-    except csv.Error as error:
-        raise BadOption("dataset", f"must be a CSV file ({error})", str(path)) from None
-    for number, row in enumerate(table):
-        if len(row) != len(table[0]):
-            raise BadOption("dataset", f"has {len(table[0])} columns, and {len(row)} in line {number + 1}", str(path))
-    return table[0], table[1:]
-
-
-def typed_columns(columns: list[Any], rows: int) -> Table:
+def typed_columns(columns: Sequence[Any], names: Sequence[str], source: str) -> Table:
     """Each column as numbers where all of it can be read so, as categories otherwise."""
-    numbers, categories = [np.empty((rows, 0))], [np.empty((rows, 0), "U1")]
-    for column in columns:
-        text = np.array([("" if str(v).lower() in MISSING else str(v)) for v in column])
-        try:
-            numbers.append(np.where(text == "", "nan", text).astype(np.float64)[:, None])
-        except ValueError:
-            categories.append(text[:, None])
-    return Table(np.concatenate(numbers, axis=1), np.concatenate(categories, axis=1))
+    numbers, categories, textual = [np.empty((len(columns[0]), 0))], [], []
+    for name, column in zip(names, columns, strict=True):
+        text = text_of(column)
+        found = numbers_of(text)
+        if found is None:
+            categories.append(categories_of(text))
+            textual.append(name)
+        else:
+            check_size(found, name, source)
+            numbers.append(found[:, None])
+    return Table(np.concatenate(numbers, axis=1), _as_text(categories, textual, len(columns[0]), source))
+
+
+def _as_text(columns: Sequence[Categories], names: Sequence[str], rows: int, source: str) -> np.ndarray:
+    """(rows, columns), a missing value empty."""
+    made = [np.empty((rows, 0), "U1")]
+    for name, column in zip(names, columns, strict=True):
+        text = np.array(["" if level.lower() in MISSING else level for level in column.levels])
+        what = f"column {name!r}, with a text of {text.itemsize // 4:,} characters,"
+        require_room(Room("dataset", source, what, 1.0 * text.itemsize * rows))
+        made.append(text[column.codes][:, None])
+    return np.concatenate(made, axis=1)

@@ -66,12 +66,14 @@ def warn_of_known_rows(config: Config, data: Data, found: Mapping[str, Any], val
     options = config.data
     if not config.model.pretrained or val is None or data.val is None or options.noise or options.label_noise or options.imbalance < 1:
         return
-    predictors = found.get("predictors", {})
-    left_out = [s["train_leave_one_out"] for s in predictors.get("scores", {}).values() if "train_leave_one_out" in s]
-    easy, n = val["accuracy"], len(data.val)
-    rivals = [("test rows", found["test"]["accuracy"], len(data.test))]
-    rivals += [("training rows without themselves", max(left_out), predictors["left_out_rows"])] if left_out else []
-    for what, accuracy, rows in rivals:
+    predictors, n = found.get("predictors", {}), len(data.val)
+    rivals = [("test rows", val["accuracy"], found["test"]["accuracy"], len(data.test))]
+    # Of one predictor: a linear head may be far better than all votes, on any rows.
+    votes = [s for s in predictors.get("scores", {}).values() if "train_leave_one_out" in s]
+    if best := max(votes, key=lambda s: s["train_leave_one_out"], default=None):
+        rows = predictors["left_out_rows"]
+        rivals.append(("training rows without themselves", best["val_accuracy"], best["train_leave_one_out"], rows))
+    for what, easy, accuracy, rows in rivals:
         both = (easy * n + accuracy * rows) / (n + rows)
         if easy - accuracy > SURPRISE * math.sqrt(both * (1 - both) * (1 / n + 1 / rows)):
             warn(
@@ -81,13 +83,15 @@ def warn_of_known_rows(config: Config, data: Data, found: Mapping[str, Any], val
             return
 
 
-def check_validation(config: Config, data: Data) -> None:
-    """Without validation rows, what needs them is refused, and what follows from having none is said."""
+def check_validation(config: Config, data: Data, *, told: bool = True) -> None:
+    """Without validation rows, what needs them is refused, and what follows from having none is `told`."""
     if data.val is not None:
         return
     for name, asked in {"patience": config.training.patience, "scheduler": config.training.scheduler == "plateau"}.items():
         if asked:
             raise BadOption(name, needs_validation(config, data), getattr(config.training, name))
+    if not told:
+        return
     why = rounded_away(config, data) or f"--val_fraction {config.data.val_fraction}"
     warn(f"validation: no rows ({why}), so the last epoch counts as the best")
     if config.evaluation.calibrate == "none":
@@ -105,14 +109,14 @@ def rounded_away(config: Config, data: Data) -> str:
     return f"--val_fraction {asked} rounds to 0 of {len(data.train)} rows, class by class" if asked else ""
 
 
-def check_evaluation(config: Config, data: Data) -> None:
-    """What the evaluation at the end could not do."""
+def check_evaluation(config: Config, data: Data, typed: frozenset[str]) -> None:
+    """What the evaluation at the end could not do. `typed`: options of this command, not a checkpoint's."""
     options = config.evaluation
     if options.tta > 1 and data.kind == "table":
         raise BadOption("tta", "needs images: the rows of a table have no views", options.tta)
     if options.calibrate != "none" and data.val is None:
         raise BadOption("calibrate", needs_validation(config, data), options.calibrate)
-    if config.system.feature_cache and config.model.freeze_backbone:
+    if config.system.feature_cache and config.model.freeze_backbone and "feature_cache" in typed:
         check_writable(Path(config.system.feature_cache), "feature_cache")
     if not (HEADS[config.head.head].wants_bank or options.baselines):
         for name in ("ood", "continual", "k_eval", "k_ensemble", "adaptive_k"):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 import config as flags
 from classifiers import HEADS
@@ -18,10 +19,10 @@ from evaluation.baselines import calibrated_form, own_name
 from inputs.rows import Data
 from run.parts import build_model, choose_device, load_data, loader
 from run.plugin import load_plugin_of
-from run.saved import check_same, run_of, saved_config
+from run.saved import check_same, require_facts, run_of, saved_config, tell_paths
 from training import checkpoint
 from training.bank import build_bank
-from utils import BadOption, say, shortened
+from utils import BadOption, doing, say, shortened, understood
 
 
 class Loaded(NamedTuple):
@@ -35,6 +36,7 @@ class Loaded(NamedTuple):
     baseline_bank: Bank | None  # of a head without one, if it was saved with baselines
     predictors: dict[str, torch.Tensor] | None  # fitted ones, the head's own and its baselines
     folder: Path  # the run
+    typed: frozenset[str] = frozenset()  # options of this command; the others are the checkpoint's
 
     @property
     def has_run_rows(self) -> bool:
@@ -59,12 +61,21 @@ def load(path: str, given: Mapping[str, Any]) -> Loaded:
     """The evaluated model of a run, a checkpoint folder or a file in it; `given` changes only what may change in a test."""
     source = checkpoint.find(path)
     tensors, facts = checkpoint.load(source, "model", "ema", "bank", "baseline_bank", "predictors")
+    require_facts(facts)
     load_plugin_of(facts, given.get("plugin"))  # its head may be the run's
+    with understood("checkpoint", path):
+        return _loaded(source, tensors, facts, given, path)
+
+
+def _loaded(source: Path, tensors: dict[str, dict[str, Tensor]], facts: dict[str, Any], given: Mapping[str, Any], path: str) -> Loaded:
     config = saved_config(facts, given, flags.free_in_test(facts["config"], given), "checkpoint")
     if "predictors" in tensors and "baselines" not in given and not HEADS[config.head.head].wants_bank:
         config = config.but(baselines="baseline_bank" in tensors)
     device = choose_device(config.system.device)
-    data = load_data(config.flat(), facts["fitted"])
+    tell_paths(facts["config"], given)
+    typed = frozenset(given)
+    with doing("loading the data"):
+        data = load_data(config.flat(), facts["fitted"], typed)
     check_same(data, facts)
     saved = {name: facts["config"].get(name) for name in ("bank_cap", "bank_evict")}  # another cap is for the bank that grows
     model = build_model(config.but(**{k: v for k, v in saved.items() if v or k == "bank_cap"}), data, device, trained=True)
@@ -75,7 +86,7 @@ def load(path: str, given: Mapping[str, Any]) -> Loaded:
         raise BadOption("checkpoint", rule, path) from None
     banks = {name: Bank.unpack(tensors[name], facts[name]) for name in ("bank", "baseline_bank") if name in tensors}
     model.calibrated = calibrated_predictor(model, config, tensors.get("predictors"), facts)
-    loaded = Loaded(config, data, model, device, facts, banks.get("baseline_bank"), tensors.get("predictors"), run_of(source))
+    loaded = Loaded(config, data, model, device, facts, banks.get("baseline_bank"), tensors.get("predictors"), run_of(source), typed)
     # NOTE: where training stopped, the bank is the one that training voted with, of earlier weights.
     stale = "training" in facts and loaded.has_run_rows
     if "bank" in banks and not stale:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,10 +15,11 @@ import models
 from classifiers import HEADS, Bank, Head
 from classifiers.classifier import Classifier, without_nan
 from classifiers.index import check_kind
-from config import LAYER_OPTIONS, Config
+from config import FIELDS, LAYER_OPTIONS, Config
 from evaluation import cost
 from inputs import store
 from inputs.batches import AnyBatches, Batches, Sets
+from inputs.downloads import no_downloads
 from inputs.features import Features, Reading, digest_of
 from inputs.rows import Batch, Data, Split
 from run.checks import rows_in_bank
@@ -25,6 +27,8 @@ from run.pairing import paired
 from run.plugin import digest_of as digest_of_plugin
 from run.provenance import versions
 from utils import WARNINGS, BadOption, options_of, say, seed_everything, warn, whole_numbers
+
+ALL = frozenset(FIELDS)
 
 
 def choose_device(name: str) -> torch.device:
@@ -41,11 +45,13 @@ def choose_device(name: str) -> torch.device:
 # ---------------------------------------------------------------- data
 
 
-def load_data(values: Mapping[str, Any], fitted: dict[str, Any] | None = None) -> Data:
-    """From flags and their values. `fitted`: the statistics of an earlier run's training split."""
+def load_data(values: Mapping[str, Any], fitted: dict[str, Any] | None = None, typed: frozenset[str] = ALL) -> Data:
+    """From flags and their values. `fitted`: the statistics of an earlier run's training split. Where --data_path was not `typed` in
+    this command but is a checkpoint's, it is read from, and nothing is downloaded into it."""
     options = {name: values[name] for name in options_of(dataset.load) if name in values}
     ready = values.get("model") == "identity"
-    return dataset.load(values.get("dataset", "digits"), values.get("data_path", "./data"), fitted=fitted, ready=ready, **options)
+    with contextlib.nullcontext() if "data_path" in typed else no_downloads():
+        return dataset.load(values.get("dataset", "digits"), values.get("data_path", "./data"), fitted=fitted, ready=ready, **options)
 
 
 def with_published_normalization(config: Config, data: Data) -> Data:
@@ -180,7 +186,8 @@ def check_probabilities(model: Classifier, x: torch.Tensor) -> None:
         total = model(x).double().exp().sum().item()
     if not abs(total - 1) < 1e-3:
         head = type(model.head).__name__
-        raise BadOption("head", f"must give log-probabilities: those of {head}.forward sum to {total:.4g} after exp, not to 1")
+        name = model.facts["config"]["head"]
+        raise BadOption("head", f"must give log-probabilities: those of {head}.forward sum to {total:.4g} after exp, not to 1", name)
 
 
 def random_bank(dim: int, rows: int, num_classes: int) -> Bank:
@@ -222,24 +229,44 @@ def _batches(config: Config, data: Data, split: Split, device: torch.device, *, 
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """Where the features of a frozen backbone are kept, and where they are looked for besides."""
+
+    folder: Path | None = None
+    also: tuple[Path, ...] = ()
+    owner: store.Owner | None = None
+
+    @staticmethod
+    def of(config: Config, run: Path | None, typed: frozenset[str], owner: store.Owner | None = None) -> Kept:
+        """`run` keeps what it computes once while it is written (by `owner`), else it is only read; None: these rows are not its own.
+
+        NOTE: a folder that only a checkpoint names is read, and never written to."""
+        named = config.system.feature_cache
+        if named and "feature_cache" in typed:
+            return Kept(Path(named))
+        also = (Path(named),) if named else ()
+        own = run / "features" if run is not None else None
+        if owner is not None:
+            return Kept(own, also, owner)
+        return Kept(None, (own, *also) if own is not None else also)
+
+
 def loaders(
-    config: Config, data: Data, model: Classifier, device: torch.device, folder: Path | None, as_trained: Config | None = None
+    config: Config, data: Data, model: Classifier, device: torch.device, kept: Kept, as_trained: Config | None = None
 ) -> Sets:
     """Training, validation and test rows: images or table rows or, under a frozen backbone, features computed once.
 
-    `folder` is the run, which keeps what it computes once; None: these rows are not the run's. `as_trained`: how training and
-    validation rows are read, where a test reads its rows in another way (with noise).
+    `as_trained`: how training and validation rows are read, where a test reads its rows in another way (with noise).
     """
-    named = config.system.feature_cache
-    cache = Path(named) if named else folder / "features" if folder else None
-    kept = features_of(config, model, cache) if config.model.freeze_backbone else None
+    features = features_of(config, model, kept) if config.model.freeze_backbone else None
 
     def rows(part: str) -> AnyBatches | None:
         images = loader(config if part == "test" else as_trained or config, data, part, device)
-        if images is None or kept is None:
+        if images is None or features is None:
             return images
         views = config.evaluation.tta if part == "test" else 1
-        return kept.batches(part, images, views=views, epochs=config.head.views if images.augment else 0)
+        return features.batches(part, images, views=views, epochs=config.head.views if images.augment else 0)
 
     train, val, test = (rows(part) for part in ("train", "val", "test"))
     assert train is not None
@@ -247,8 +274,8 @@ def loaders(
     return Sets(train, val, test)
 
 
-def features_of(config: Config, model: Classifier, folder: Path | None) -> Features:
-    """The features of a frozen backbone, kept in `folder`."""
+def features_of(config: Config, model: Classifier, kept: Kept) -> Features:
+    """The features of a frozen backbone."""
 
     def embed(batch: Batch) -> torch.Tensor:
         model.eval()
@@ -258,7 +285,7 @@ def features_of(config: Config, model: Classifier, folder: Path | None) -> Featu
     # Weights don't tell these. None stands for what the model has no use for: caches that were made before must be found again.
     layer = tuple(None if n in config.ignored else values[n] for n in ("layer", "num_heads", "patch_size", *LAYER_OPTIONS))
     weights = digest_of(*(tensor for _, tensor in sorted(model.backbone.state_dict().items())))
-    return Features(embed, weights, Reading(config.model.model, layer, config.system.use_amp), folder)
+    return Features(embed, weights, Reading(config.model.model, layer, config.system.use_amp), kept.folder, kept.also, kept.owner)
 
 
 def foreign_rows(config: Config, data: Data, name: str, device: torch.device) -> Batches:

@@ -10,9 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from utils import BadOption, warn
-
-PREFIX = "plugin_"  # of the names under which users' files are imported
+from utils import PLUGIN, BadOption, warn
 
 
 def load_plugin(path: str | None) -> None:
@@ -20,7 +18,7 @@ def load_plugin(path: str | None) -> None:
     if not path:
         return
     file = Path(path).resolve()
-    name = f"{PREFIX}{re.sub(r'[^0-9A-Za-z]', '_', str(file))}"
+    name = f"{PLUGIN}{re.sub(r'[^0-9A-Za-z]', '_', str(file))}"
     if name in sys.modules:
         return
     if not file.is_file():
@@ -68,7 +66,7 @@ def digest_of(path: str) -> str:
 
 def plugin_frame(error: BaseException) -> str:
     """Where in a user's file an error was raised, or passed through last: "sharp.py, line 14, in mix"; "" if in none."""
-    ours = {getattr(module, "__file__", None) for name, module in sys.modules.items() if name.startswith(PREFIX)}
+    ours = {getattr(module, "__file__", None) for name, module in sys.modules.items() if name.startswith(PLUGIN)}
     frames = (f for f in _frames(error) if f.tb_frame.f_code.co_filename in ours)
     last = next(frames, None)
     return f"{Path(last.tb_frame.f_code.co_filename).name}, line {last.tb_lineno}, in {last.tb_frame.f_code.co_name}" if last else ""

@@ -21,7 +21,7 @@ from evaluation.evaluator import Evaluator, leave_one_out
 from inputs.batches import AnyBatches, Sets
 from inputs.rows import Data
 from run.load import Loaded
-from run.parts import loaders
+from run.parts import Kept, loaders
 from run.saved import saved_config
 from training import checkpoint
 from training.bank import build_bank
@@ -72,7 +72,7 @@ def prepare(
     if stored is not None:
         predictors.load_state_dict(dict(stored))
     elif mode != "none" and sets.val is not None:
-        predictors.calibrate(evaluator.retrieve(sets.val), sets.val.target, config.system.seed)
+        predictors.calibrate(evaluator.validation(), sets.val.target, config.system.seed)
     model.calibrated = predictors.of(predictors.own, calibrated=True) if mode != "none" else None
     return evaluator
 
@@ -86,8 +86,8 @@ def prepare_loaded(loaded: Loaded, foreign: AnyBatches | None = None) -> Evaluat
     config, facts, data = loaded.config, loaded.facts, loaded.data
     then = saved_config(facts, {}, frozenset(), "checkpoint")
     anew = config.evaluation.recalibrate
-    folder = loaded.folder if loaded.has_run_rows else None
-    sets = loaders(config, data, loaded.model, loaded.device, folder, config if anew else then.but(batch_size=config.training.batch_size))
+    kept = Kept.of(config, loaded.folder if loaded.has_run_rows else None, loaded.typed)
+    sets = loaders(config, data, loaded.model, loaded.device, kept, config if anew else then.but(batch_size=config.training.batch_size))
     same_baselines = loaded.model.head.wants_bank or config.evaluation.baselines == (loaded.baseline_bank is not None)
     stored, mode = loaded.predictors, calibration_mode(config, data)
     if stored is not None and (anew or question(config, data) != question(then, data) or not same_baselines):

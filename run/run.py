@@ -2,44 +2,48 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import config as flags
-from classifiers.bank import Bank
-from classifiers.classifier import Classifier
 from config import Config
-from evaluation import curves, predictions, tables
-from evaluation.cost import cost_of
-from evaluation.evaluator import Evaluator
+from evaluation import tables
 from inputs import store
-from inputs.batches import AnyBatches
-from inputs.rows import Data
-from run.checks import check_evaluation, warn_of_copies, warn_of_known_rows
+from inputs.indexed import INDEX, read_index
+from run.checks import check_evaluation, check_neighbors, check_validation, warn_of_copies
 from run.complete import complete
-from run.directory import RESULTS, check_output, check_writable, locked, new_folder
+from run.directory import ERROR, RESULTS, RunDirectory, adopt, again, check_writable, default_name, files_of, look, new, opened
+from run.finish import Parts, finish, measure, rows_for_ood, watched
 from run.load import load
-from run.parts import build_model, choose_device, dry_run, foreign_rows, load_data, loader, loaders, with_published_normalization
-from run.plugin import load_plugin, load_plugin_of
-from run.prepare import calibration_mode, groups_of, prepare, prepare_loaded
-from run.provenance import git_state, versions
-from run.saved import saved_config, with_absolute_paths
-from train_eval import evaluate, train
+from run.parts import choose_device, dry_run, load_data, with_published_normalization
+from run.plugin import digest_of, load_plugin, load_plugin_of
+from run.prepare import prepare_loaded
+from run.saved import require_facts, saved_config, tell_paths, with_absolute_paths
+from train_eval import evaluate
 from training import checkpoint
-from training.bank import collapse, spread_of
-from training.progress import TRACKERS, Log, check_tracker
-from utils import WARNINGS, BadOption, Diverged, Halt, Stopped, keep_memory, say, warn
+from training.checkpoint import Checkpoints
+from training.progress import check_tracker
+from utils import WARNINGS, BadOption, Interrupted, Stopped, doing, interruptible, keep_memory, say, understood, warn
 
 
 def run(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
     """What `python main.py` does: test, resume, or begin. `given` holds what was asked for; the rest follows from the data set."""
+    with interruptible():
+        try:
+            return _run(given, action)
+        except KeyboardInterrupt as stop:
+            how = stop if isinstance(stop, Interrupted) else Interrupted()
+            where = getattr(stop, "doing", "reading the options")
+            what = "the run is as it was. " + again(str(action.resume), given.get("plugin")) if action.resume else "no run was begun"
+            raise Stopped(f"stopped by {how.name} in {where}; {what}", how.exit_code) from None
+
+
+def _run(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
     if action.config:
         in_file = flags.read_yaml(action.config)
         if in_file.get("plugin") and not given.get("plugin"):
@@ -58,86 +62,161 @@ def run(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
     return resume(given, action) if action.resume else begin(given, action)
 
 
-# ---------------------------------------------------------------- begin, resume, test
-
-
-@dataclass(frozen=True)
-class Parts:
-    """A run that is ready to train."""
-
-    config: Config
-    data: Data
-    model: Classifier
-    device: torch.device
-    gflops: float
-    foreign: AnyBatches | None
-
-    @staticmethod
-    def of(config: Config, data: Data, device: torch.device, weights: Mapping[str, torch.Tensor] | None = None) -> Parts:
-        """Built, and tried with one row. `weights` of a run that goes on."""
-        model = build_model(config, data, device, trained=weights is not None)
-        if weights is not None:
-            model.load_state_dict(weights)  # a frozen backbone is asked for its features before the loop loads the rest
-        gflops = dry_run(model, data, config, device)
-        check_evaluation(config, data)
-        return Parts(config, data, model, device, gflops, rows_for_ood(config, data, device))
+# ---------------------------------------------------------------- begin
 
 
 def begin(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
     given = with_absolute_paths(given)
+    folder = Path(given["output_dir"]) if given.get("output_dir") else None
+    if folder is not None:
+        look(folder, action.overwrite)  # and again once it is locked; this one spares loading the data in vain
+    parts = parts_of(given)
+    with new(folder, default_name(parts.config), marker_of(parts.config), action.overwrite) as directory:
+        return start(parts, directory, action)
+
+
+def parts_of(given: Mapping[str, Any]) -> Parts:
+    """Of a run that begins."""
     device = choose_device(given.get("device", "auto"))
     check_tracker(given.get("tracker", "none"))
-    if given.get("output_dir"):
-        check_output(Path(given["output_dir"]), action.overwrite)
-    data = load_data(given)
-    config = complete(given, data)
-    parts = Parts.of(config, with_published_normalization(config, data), device)
+    with doing("loading the data"):
+        data = load_data(given)
+        config = complete(given, data)
+    parts = Parts.of(config, with_published_normalization(config, data), device, frozenset(given))
     warn_of_copies(config, data)
-    with new_folder(config, action.overwrite) as folder:
-        (folder / "config.yaml").write_text(flags.to_yaml(config))
-        (folder / "args.txt").write_text(shlex.join(["python", *sys.argv]) + "\n")
-        (folder / "model.txt").write_text(f"{parts.model}\n")
-        say(tables.description(config, data.summary, data.shape, parts.model))
-        return finish(parts, folder, action)
+    return parts
+
+
+def marker_of(config: Config) -> dict[str, Any]:
+    """What run.json keeps to begin a run anew."""
+    plugin = config.system.plugin
+    return {"config": flags.effective(config), **({"plugin_sha256": digest_of(plugin)} if plugin else {})}
+
+
+def start(parts: Parts, directory: RunDirectory, action: flags.Action) -> dict[str, Any]:
+    """`action` may be to resume a run that was stopped before its first checkpoint."""
+    with watched(directory):
+        directory.write("config.yaml", flags.to_yaml(parts.config))
+        write_command(directory)
+        directory.write("model.txt", f"{parts.model}\n")
+        say(tables.description(parts.config, parts.data.summary, parts.data.shape, parts.model))
+        return finish(parts, directory, action, Checkpoints(directory.path, directory.id, directory), resume=False)
+
+
+def write_command(directory: RunDirectory) -> None:
+    """The command in args.txt, below those before."""
+    path = directory.path / "args.txt"
+    before = path.read_text(errors="replace") if path.is_file() and not path.is_symlink() else ""
+    directory.write("args.txt", before + shlex.join(["python", *sys.argv]) + "\n")
+
+
+# ---------------------------------------------------------------- resume
 
 
 def resume(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
     given = with_absolute_paths(given)
     folder = Path(str(action.resume))
     last = folder / "checkpoints" / "last"
-    if not (last / store.INDEX).exists():
-        raise BadOption("resume", f"must be a run that holds {last.relative_to(folder)}/{store.INDEX}", str(folder))
+    if files_of(folder) is None and not (last / INDEX).exists():
+        raise BadOption("resume", f"must be a run that holds {last.relative_to(folder)}/{INDEX}", str(folder))
+    with opened(folder) as directory:
+        if not (last / INDEX).exists():
+            return begin_anew(given, directory, action)
+        return go_on(given, directory, action)
+
+
+def begin_anew(given: Mapping[str, Any], directory: RunDirectory, action: flags.Action) -> dict[str, Any]:
+    """A run that was stopped before its first checkpoint."""
+    folder = directory.path
+    best = folder / "checkpoints" / "best"
+    if (best / INDEX).exists() and read_index(best)["facts"].get("epoch", 0) != 1:
+        rule = "lacks checkpoints/last, from which it would go on; --test_only evaluates its checkpoints/best, --overwrite replaces the run"
+        raise BadOption("resume", rule, str(folder))
+    if (folder / RESULTS).exists():
+        raise BadOption("resume", "lacks checkpoints/last, and has results: there is nothing to go on from", str(folder))
+    then = directory.marker["config"] or flags.read_yaml(str(folder / "config.yaml"))
+    with understood("resume", str(folder)):
+        flags.check(then)
+    load_plugin_of({**directory.marker, "config": then}, given.get("plugin"))
+    for name, value in given.items():
+        if name not in flags.FREE_IN_RESUME and value != then.get(name):
+            raise BadOption(name, f"contradicts --resume, which has {then.get(name)}", value)
+    tell_paths(then, given)
+    parts = parts_of({**then, **given})
+    adopt(directory, flags.effective(parts.config), None)
+    directory.sweep()
+    say(f"resume: {folder} has no checkpoint yet, so the run begins anew")
+    return start(parts, directory, action)
+
+
+def go_on(given: Mapping[str, Any], directory: RunDirectory, action: flags.Action) -> dict[str, Any]:
+    folder = directory.path
+    checkpoints = Checkpoints(folder, directory.id, directory)
     try:
-        tensors, facts = checkpoint.load(last)  # all of it: what is damaged is found before anything is done
+        tensors, facts = checkpoint.load(checkpoints.last)  # all of it: what is damaged is found before anything is done
+        require_facts(facts)
     except BadOption as error:
         raise BadOption("resume", error.rule, error.value) from None
     load_plugin_of(facts, given.get("plugin"))  # its head may be the run's
-    config = saved_config(facts, given, flags.FREE_IN_RESUME, "resume")
-    check_tracker(config.output.tracker)
-    done, then = facts["epoch"], facts["config"]
-    options = config.training
+    with understood("resume", str(folder)):
+        config = saved_config(facts, given, flags.FREE_IN_RESUME, "resume")
+        check_tracker(config.output.tracker)
+        check_goes_on(config, facts, folder)
+        device = choose_device(config.system.device)
+        WARNINGS.extend(w for w in facts.get("warnings", []) if w not in WARNINGS)
+        tell_paths(facts["config"], given)
+        with doing("loading the data"):
+            data = load_data(config.flat(), facts["fitted"], frozenset(given))
+        if any(data.summary.get(name) != value for name, value in facts["data"].items()):
+            raise BadOption("resume", "needs the rows that the run was trained on, and the data set has changed since", str(folder))
+        check_neighbors(config, data)
+        check_validation(config, data, told=False)
+        parts = Parts.of(config, data, device, frozenset(given), tensors["model"])
+        adopt(directory, flags.effective(config), facts.get("run"))
+        checkpoints.run = directory.id
+        if facts.get("run", directory.id) != directory.id:
+            raise BadOption("resume", "has a checkpoints/last that is another run's", str(folder))
+        lost = checkpoints.lacks_best(facts)
+    warn_of_copies(config, data)
+    if lost:
+        checkpoints.best_is_lost = True
+        warn(f"best: checkpoints/best {lost}, so the best epoch so far is lost; training goes on from checkpoints/last")
+        set_aside(directory, checkpoints, lost)
+    with watched(directory):
+        directory.sweep()
+        directory.forget_digests()
+        if (folder / RESULTS).exists():  # a run without results did not finish: it goes on, so the old ones get another name
+            directory.rename(RESULTS, f"results-epoch{facts['epoch']}.json")
+        directory.delete(ERROR)
+        directory.write("config.yaml", flags.to_yaml(config))
+        write_command(directory)
+        say(f"resume: {folder}, {facts['epoch']} of {config.training.num_epochs} epochs done")
+        return finish(parts, directory, action, checkpoints, resume=True)
+
+
+def check_goes_on(config: Config, facts: Mapping[str, Any], folder: Path) -> None:
+    done, then, options = facts["epoch"], facts["config"], config.training
     more = options.num_epochs > then["num_epochs"] or options.patience > then["patience"]
     if (folder / RESULTS).exists() and not more:
         raise BadOption("resume", f"names a finished run; to train on, raise --num_epochs above {options.num_epochs}", str(folder))
     if options.num_epochs < done:
         raise BadOption("num_epochs", f"must be at least the {done} epochs that the run has", options.num_epochs)
-    device = choose_device(config.system.device)
     if facts["threads"] != torch.get_num_threads():
         warn(f"threads: {torch.get_num_threads()}, the run had {facts['threads']}; the numbers differ in their last digits")
-    WARNINGS.extend(w for w in facts.get("warnings", []) if w not in WARNINGS)
-    data = load_data(config.flat(), facts["fitted"])
-    if any(data.summary.get(name) != value for name, value in facts["data"].items()):
-        raise BadOption("resume", "needs the rows that the run was trained on, and the data set has changed since", str(folder))
-    parts = Parts.of(config, data, device, tensors["model"])
-    warn_of_copies(config, data)
-    with locked(folder):
-        if (folder / RESULTS).exists():  # a run without results did not finish: it goes on, so the old ones get another name
-            os.replace(folder / RESULTS, folder / f"results-epoch{done}.json")
-        store.write_atomically(folder / "config.yaml", flags.to_yaml(config).encode())
-        with (folder / "args.txt").open("a") as file:
-            file.write(shlex.join(["python", *sys.argv]) + "\n")
-        say(f"resume: {folder}, {done} of {options.num_epochs} epochs done")
-        return finish(parts, folder, action, start=done)
+
+
+def set_aside(directory: RunDirectory, checkpoints: Checkpoints, lost: str) -> None:
+    """A best that is another run's stays, under another name: it may be somebody's only copy."""
+    if not checkpoints.best.is_dir() or checkpoints.best.is_symlink():
+        return
+    own = {path.name for path in directory.owned_in(checkpoints.best)}
+    if "another run" in lost or any(path.name not in own for path in checkpoints.best.iterdir()):
+        aside = next(p for n in range(1, 1000) if not (p := checkpoints.best.with_name(f"best-set-aside-{n}")).exists())
+        checkpoints.best.rename(aside)
+        say(f"best: what was there is now {aside}")
+
+
+# ---------------------------------------------------------------- test
 
 
 def test(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
@@ -153,96 +232,16 @@ def test(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
     loaded = load(action.checkpoint, given)
     config, data, facts = loaded.config, loaded.data, loaded.facts
     warn_of_copies(config, data)
-    gflops = dry_run(loaded.model, data, config, loaded.device)
-    check_evaluation(config if "calibrate" in given or loaded.has_run_rows else config.but(calibrate="none"), data)
-    parts = Parts(config, data, loaded.model, loaded.device, gflops, rows_for_ood(config, data, loaded.device))
-    say(f"checkpoint: {source}, epoch {facts['epoch']}")
-    evaluator = prepare_loaded(loaded, parts.foreign)
-    val = evaluate(loaded.model, evaluator.sets.val) if evaluator.sets.val is not None else None
-    results = measure(evaluator, parts, where, epoch=facts["epoch"], seconds=facts.get("seconds", 0.0), val=val)
-    store.write_json(where / RESULTS, results)
+    with understood("checkpoint", str(source)):
+        gflops = dry_run(loaded.model, data, config, loaded.device)
+        calibrates = "calibrate" in given or loaded.has_run_rows
+        check_evaluation(config if calibrates else config.but(calibrate="none"), data, loaded.typed)
+        parts = Parts(config, data, loaded.model, loaded.device, gflops, rows_for_ood(config, data, loaded.device), loaded.typed)
+        say(f"checkpoint: {source}, epoch {facts['epoch']}")
+        evaluator = prepare_loaded(loaded, parts.foreign)
+    with doing("the evaluation"):
+        val = evaluate(loaded.model, evaluator.sets.val) if evaluator.sets.val is not None else None
+        results = measure(evaluator, parts, where, epoch=facts["epoch"], seconds=facts.get("seconds", 0.0), val=val)
+        store.write_json(where / RESULTS, results)
     print(tables.table(results, where / RESULTS))
     return results
-
-
-def rows_for_ood(config: Config, data: Data, device: torch.device) -> AnyBatches | None:
-    name = config.evaluation.ood
-    if name == config.data.dataset:
-        say("ood: these are the run's own rows")
-    return foreign_rows(config, data, name, device) if name else None
-
-
-# ---------------------------------------------------------------- to the end
-
-
-def finish(parts: Parts, folder: Path, action: flags.Action, start: int = 0) -> dict[str, Any]:
-    """Trains, tests the best epoch once, writes results.json last."""
-    config, data, model = parts.config, parts.data, parts.model
-    epochs = config.training.num_epochs
-    sets = loaders(config, data, model, parts.device, folder)
-    tracker = TRACKERS[config.output.tracker](folder, config.flat())
-    log = Log(folder, tracker, epochs=epochs, batches=len(sets.train), start=start)
-    until = min(epochs, action.stop_after or epochs)
-    typed = f" --plugin {shlex.quote(config.system.plugin)}" if config.system.plugin else ""
-    again = f"resume with: python main.py --resume {shlex.quote(str(folder))}{typed}"
-    try:
-        place = train(config, model, sets.train, sets.val, log=log, folder=folder, until=until, resume=action.resume is not None)
-    except Stopped as stop:
-        raise Stopped(f"{stop}; saved. {again}", stop.exit_code) from None
-    except Diverged as error:
-        last = folder / "checkpoints" / "last"
-        kept = f"the last good checkpoint is {last}" if last.exists() else "no epoch was finished, so there is no checkpoint"
-        raise Diverged(f"error: {error}; {kept}", 1) from None
-    except OSError as error:  # a full disk, a drive that went away: what was saved before is whole
-        raise Halt(f"error: {folder} can't be written ({error.strerror or error}). {again}", 1) from None
-    if place.epoch < epochs:
-        say(f"patience: no better validation accuracy in {place.stale} epochs, stopped after epoch {place.epoch}")
-    best = folder / "checkpoints" / "best"
-    tensors, facts = checkpoint.load(best, "model", "bank")
-    model.load_state_dict(tensors["model"])
-    if "bank" in tensors:
-        bank = Bank.unpack(tensors["bank"], facts["bank"])
-        model.head.refresh(bank)
-        if line := collapse(spread_of(bank)):
-            warn(line)
-    try:
-        evaluator = prepare(config, model, sets, mode=calibration_mode(config, data), foreign=parts.foreign)
-        groups, fitted = groups_of(evaluator)
-        store.save(best, {**tensors, **groups}, {**facts, **fitted})
-        results = measure(evaluator, parts, folder, epoch=place.best_epoch, seconds=place.seconds, val=place.best)
-    except KeyboardInterrupt:
-        raise Stopped(f"stopped by Ctrl-C in the final evaluation; training is done and saved. {again}", 130) from None
-    table = tables.table(results, folder)
-    curves.write_epochs(folder, table, place.best_epoch)
-    store.write_json(folder / RESULTS, results)
-    print(table)
-    return results
-
-
-def measure(evaluator: Evaluator, parts: Parts, where: Path, *, epoch: int, seconds: float, val: dict[str, float] | None) -> dict[str, Any]:
-    """What results.json holds; predictions are kept in `where`."""
-    found, variants = evaluator.evaluate()
-    where.mkdir(parents=True, exist_ok=True)
-    own, test_rows = evaluator.predictors.own, parts.data.summary["test_sha256"]
-    predictions.keep(where, variants, evaluator.sets.test.target, own=own, test_rows=test_rows)
-    calibrated = evaluator.validate_calibrated()
-    warn_of_known_rows(parts.config, parts.data, found, val)
-    rows = loader(parts.config, parts.data, "test", parts.device)
-    assert rows is not None
-    x = next(iter(rows.epoch())).x  # real rows: what a search costs depends on them
-    return {
-        **found,
-        "val": val,
-        **({"val_calibrated": calibrated} if calibrated else {}),
-        "epoch": epoch,
-        "gflops": parts.gflops,
-        **cost_of(parts.model, x),
-        "seconds": seconds,
-        "data": parts.data.summary,
-        "warnings": list(dict.fromkeys([*parts.model.facts.get("warnings", []), *WARNINGS])),
-        "config": parts.config.flat(),
-        "ignored": dict(parts.config.ignored),
-        "versions": versions(),
-        "git": git_state(),
-        "threads": torch.get_num_threads(),
-    }

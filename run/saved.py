@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,30 @@ from inputs import store
 from inputs.rows import Data
 from run.complete import with_defaults
 from training import checkpoint
-from utils import BadOption, warn
+from utils import BadOption, say, warn
+
+FACTS: dict[str, Any] = {"config": dict, "classes": list, "shape": list, "fitted": dict, "data": dict, "epoch": int, "threads": int}
+MORE: dict[str, Any] = {"ignored": dict, "warnings": list, "seconds": (int, float), "training": dict, "run": str, "lines": list}
+
+
+def require_facts(facts: Mapping[str, Any]) -> None:
+    """NOTE: a digest finds damage, not malice. What a checkpoint says is checked like what is typed."""
+    for name, kind in (FACTS | {n: k for n, k in MORE.items() if n in facts}).items():
+        if not isinstance(facts.get(name), kind) or isinstance(facts[name], bool):
+            raise BadOption("checkpoint", f"must say its {name} in the form that runs write")
+    texts = [*facts["classes"], *facts.get("warnings", []), *facts.get("ignored", {}).values()]
+    sizes = facts["shape"]
+    whole = len(sizes) in (1, 3) and all(type(size) is int and 0 < size < 1 << 31 for size in sizes)
+    if not whole or not all(isinstance(text, str) for text in texts) or facts["epoch"] < 0 or not math.isfinite(facts.get("seconds", 0)):
+        raise BadOption("checkpoint", "must say its shape, classes and epoch in the form that runs write")
+
+
+def tell_paths(saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Files that are read only because a checkpoint names them."""
+    for name in ("dataset", "data_path", "label_noise", "ood", "feature_cache"):
+        value = saved.get(name)
+        if isinstance(value, str) and name not in given and os.sep in value and value != flags.FIELDS[name].default:
+            say(f"{name}: {value} is read, as the run names it (nothing is written there)")
 
 
 def saved_config(facts: Mapping[str, Any], given: Mapping[str, Any], free: frozenset[str], flag: str) -> Config:
@@ -21,6 +46,7 @@ def saved_config(facts: Mapping[str, Any], given: Mapping[str, Any], free: froze
     saved = flags.of_saved_run(facts["config"])
     if strange := [name for name in saved if name not in flags.FIELDS]:
         raise BadOption(flag, f"was written by a version with other options ({', '.join(strange)})")
+    flags.check(saved)
     set_then = {name: value for name, value in saved.items() if value is not None}
     config = Config.of(with_defaults(set_then, tuple(facts["shape"]), facts["data"]), facts.get("ignored"))
     before = config.flat()

@@ -146,8 +146,11 @@ def test_output_dir_that_holds_a_run(trained: Path, capsys: pytest.CaptureFixtur
     (trained / "results.json").unlink()
     assert "--output_dir holds a run that did not finish (--resume continues it" in refused(again, capsys)
     (trained / "other").write_text("a user's own file")
+    line = "--output_dir can't be overwritten: the run that it holds has not listed other as its own, got 'run'"
+    assert line in refused([*again, "--overwrite"], capsys)
+    (trained / "other").unlink()
     assert main([*again, "--overwrite"]) == 0
-    assert (trained / "other").exists()
+    assert (trained / "results.json").exists()
 
 
 def test_output_dir_that_is_a_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from classifiers.metrics import standard_metrics
 from tests.training.made import CLASSES, Backbone, Rooted, Watching, batches, classifier, configured, state, weights
 from train_eval import evaluate, grouped, step, train
+from training.checkpoint import Checkpoints
 from training.progress import Log, Tracker
 from training.state import Place
 from utils import Diverged, Stopped
@@ -174,7 +175,7 @@ def fit(folder: Any, **given: Any) -> Place:
     train_set, val_set = batches(31, 7, shuffled=True), batches(16, 7)
     log = Log(folder, Tracker(folder, {}), epochs=config.training.num_epochs, batches=len(train_set))
     until = given.pop("until", config.training.num_epochs)
-    return train(config, classifier(), train_set, val_set, log=log, folder=folder, until=until)
+    return train(config, classifier(), train_set, val_set, log=log, checkpoints=Checkpoints(folder), until=until)
 
 
 def test_training_writes_a_line_an_epoch_and_two_checkpoints(tmp_path):
@@ -197,7 +198,7 @@ def test_a_run_stopped_as_asked_says_so(tmp_path):
     train_set = batches(31, 7, shuffled=True)
     log = Log(tmp_path, Tracker(tmp_path, {}), epochs=5, batches=len(train_set))
     with pytest.raises(Stopped, match=r"^stopped after epoch 2 of 5, as asked$") as caught:
-        train(config, classifier(), train_set, None, log=log, folder=tmp_path, until=2)
+        train(config, classifier(), train_set, None, log=log, checkpoints=Checkpoints(tmp_path), until=2)
     assert caught.value.exit_code == 0
 
 
@@ -214,8 +215,8 @@ def test_divergence_keeps_the_last_good_checkpoint(tmp_path):
     train_set, val_set = batches(31, 7, shuffled=True), batches(16, 7)
     log = Log(tmp_path, Tracker(tmp_path, {}), epochs=5, batches=len(train_set))
     with pytest.raises(Diverged, match=r"^training diverged in epoch 2, step 9: "):
-        train(config, classifier(Later()), train_set, val_set, log=log, folder=tmp_path, until=5)
+        train(config, classifier(Later()), train_set, val_set, log=log, checkpoints=Checkpoints(tmp_path), until=5)
     run = state(classifier(Later()), batch_size=7)
-    run.load(tmp_path / "checkpoints" / "last")
+    run.load(Checkpoints(tmp_path))
     assert (run.place.epoch, run.place.updates) == (1, 5)
     assert all(value.isfinite().all() for value in run.model.state_dict().values())

@@ -286,7 +286,8 @@ def test_the_log_drops_lines_that_no_checkpoint_has(tmp_path):
     """A kill between an epoch's line and its checkpoint: on resuming, that epoch is written again."""
     line = {"lr": 0.1, "train": {"loss": 2.0}, "grad_norm": 1.0, "images_per_second": 3.0, "seconds": 1.0}
     for start, epochs in ((0, (1, 2, 3)), (2, (3, 4))):
-        with progress.Log(tmp_path, progress.Tracker(tmp_path, {}), epochs=4, batches=5, start=start) as log:
+        with progress.Log(tmp_path, progress.Tracker(tmp_path, {}), epochs=4, batches=5) as log:
+            log.start([], start)
             for epoch in epochs:
                 log.epoch({"epoch": epoch, **line, "val": {"accuracy": 0.5, "nll": float(start)}}, True)
     written = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]

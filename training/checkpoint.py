@@ -1,10 +1,12 @@
-"""Checkpoints of a run: where they are, and how an optimizer and the random generators become tensors and JSON and come back."""
+"""Checkpoints of a run: where they are, how best belongs to last, and how an optimizer and the random generators become tensors and
+JSON and come back."""
 
 from __future__ import annotations
 
 import base64
 import random
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,13 @@ import torch
 from torch import Tensor
 
 from classifiers.bank import Bank
-from inputs import store
-from inputs.store import INDEX
+from config import FREE_IN_RESUME
+from inputs import indexed, store
+from inputs.store import INDEX, Owner
 from training import older
 from utils import BadOption
+
+LINES = 500  # of metrics.jsonl that a checkpoint keeps; those before have long been on disk
 
 
 def find(path: str | Path, prefer: str = "best", flag: str = "checkpoint") -> Path:
@@ -40,6 +45,86 @@ def find(path: str | Path, prefer: str = "best", flag: str = "checkpoint") -> Pa
 def load(folder: Path, *groups: str) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """The named groups of tensors (all, if none is named) and the facts, by the names that they have now; every byte is checked."""
     return older.with_new_names(*store.load(folder, *(name for group in groups for name in (group, *older.names_of(group)))))
+
+
+# ---------------------------------------------------------------- the two of a run
+
+
+@dataclass
+class Checkpoints:
+    """checkpoints/last, to go on from, and checkpoints/best, the epoch that counts. Both carry the run's id.
+
+    They change together: the files of a new best are made, then `last` names them by its own copy of best's index, then best gets that
+    index. Wherever that ends, `last` tells which best is its own, and `mend` finishes the work.
+    """
+
+    folder: Path  # the run
+    run: str = ""
+    owner: Owner | None = None
+    best_index: dict[str, Any] | None = None  # of the best that `last` belongs to
+    lines: list[dict[str, Any]] = field(default_factory=list)  # of metrics.jsonl
+    best_is_lost: bool = False
+
+    @property
+    def last(self) -> Path:
+        return self.folder / "checkpoints" / "last"
+
+    @property
+    def best(self) -> Path:
+        return self.folder / "checkpoints" / "best"
+
+    def save(
+        self,
+        groups: Mapping[str, Mapping[str, Tensor]],
+        facts: Mapping[str, Any],
+        best: tuple[Mapping[str, Mapping[str, Tensor]], Mapping[str, Any]] | None = None,
+    ) -> None:
+        """`groups` and `facts` of the last epoch, and of the best one if it is a new one."""
+        if best is not None:
+            self.best_index = store.stage(self.best, best[0], {**best[1], "run": self.run}, self.owner)
+        kept = {"run": self.run, "best": self.best_index, "lines": self.lines[-LINES:]}
+        store.save(self.last, groups, {**facts, **kept}, self.owner)
+        if best is not None and self.best_index is not None:
+            store.commit(self.best, self.best_index, self.owner)
+
+    def load_last(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+        tensors, facts = load(self.last)
+        self.best_index = facts.get("best", self.best_index)
+        self.lines = list(facts.get("lines", []))
+        return tensors, facts
+
+    def lacks_best(self, facts: Mapping[str, Any]) -> str:
+        """Why the best that `last` belongs to is not there, whole; "" if it is, or if `last` (in the first epoch) has none yet.
+        What a kill left unfinished between the two is finished."""
+        index = facts.get("best")
+        if index is None:
+            return "" if "best" in facts or not facts["training"]["place"].get("best_epoch") else self._older_best(facts)
+        try:
+            there = indexed.verify(self.best)
+            if indexed.core_of(there) == indexed.core_of(index):
+                return ""
+            why = "is that of another run" if there["facts"].get("run") != self.run else "is that of another epoch"
+        except BadOption as error:
+            why = error.rule
+        try:
+            indexed.verify(self.best, index)
+        except BadOption:
+            return why
+        store.commit(self.best, index, self.owner)
+        return ""
+
+    def _older_best(self, facts: Mapping[str, Any]) -> str:
+        """Of a run from before `last` named its best: one of the same configuration and rows, of an epoch that may be it."""
+        try:
+            index = indexed.verify(self.best)
+        except BadOption as error:
+            return error.rule
+        there = index["facts"]
+        first, second = ({k: v for k, v in f["config"].items() if k not in FREE_IN_RESUME} for f in (there, facts))
+        if first != second or there.get("data") != facts["data"] or there["epoch"] < facts["training"]["place"]["best_epoch"]:
+            return "is that of another run"
+        self.best_index = index
+        return ""
 
 
 # ---------------------------------------------------------------- what is not a named tensor

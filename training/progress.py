@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import signal
@@ -11,8 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from inputs.store import write_atomically
-from utils import BadOption, say
+from inputs.files import append, read_plain, write_atomically
+from inputs.store import Owner
+from utils import BadOption, Interrupted, say
+
+METRICS = "metrics.jsonl"
+MOST_METRICS = 1 << 30  # bytes
 
 
 class Stop:
@@ -33,17 +38,17 @@ class Stop:
 
     def _note(self, number: int, frame: object) -> None:
         if self.signal:
-            raise KeyboardInterrupt
+            raise Interrupted(number)
         self.signal = number
         say(f"{self.name}: finishing this step, then saving (once more stops at once)")
 
     @property
     def name(self) -> str:
-        return "Ctrl-C" if self.signal == signal.SIGINT else signal.Signals(self.signal).name
+        return Interrupted(self.signal).name
 
     @property
     def exit_code(self) -> int:
-        return 128 + self.signal
+        return Interrupted(self.signal).exit_code
 
 
 class Tracker:
@@ -106,22 +111,30 @@ def check_tracker(name: str) -> None:
 class Log:
     """One line an epoch in metrics.jsonl and in a log; on a terminal, a bar with loss, images a second and time left."""
 
-    def __init__(self, folder: Path, tracker: Tracker, *, epochs: int, batches: int, start: int = 0) -> None:
-        self.path, self.tracker, self.epochs, self.batches, self.start = folder / "metrics.jsonl", tracker, epochs, batches, start
+    def __init__(self, folder: Path, tracker: Tracker, *, epochs: int, batches: int, owner: Owner | None = None) -> None:
+        self.path, self.tracker, self.epochs, self.batches, self.owner = folder / METRICS, tracker, epochs, batches, owner
         self.bar: Any = None
         self.best = ""
 
+    def start(self, lines: list[dict[str, Any]], done: int) -> None:
+        """Metrics as they stood after `done` epochs. `lines` of the checkpoint: it is saved before a line is written, so that a kill
+        may have kept the file from getting the last one, or all of it."""
+        kept = {line["epoch"]: line for line in (*read_lines(self.path), *lines) if line["epoch"] <= done}
+        content = "".join(json.dumps(kept[epoch]) + "\n" for epoch in sorted(kept)).encode()
+        if self.owner is not None:
+            self.owner.claim([self.path])
+        write_atomically(self.path, content)
+        if self.bar:
+            self.bar.update(self.task, completed=done * self.batches)
+
     def __enter__(self) -> Log:
-        lines = self.path.read_text().splitlines() if self.path.exists() else []
-        # A kill can fall between an epoch's line and its checkpoint: that epoch is trained, and written, again.
-        write_atomically(self.path, "".join(line + "\n" for line in lines[: self.start]).encode())
         if sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
             columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"), TimeRemainingColumn()
             self.bar = Progress(*columns, console=Console(stderr=True))
-            self.task = self.bar.add_task("training", total=self.epochs * self.batches, completed=self.start * self.batches)
+            self.task = self.bar.add_task("training", total=self.epochs * self.batches)
             self.bar.start()
         return self
 
@@ -136,9 +149,9 @@ class Log:
             self.bar.update(self.task, completed=epoch * self.batches + batch, description=text)
 
     def epoch(self, line: Mapping[str, Any], better: bool) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-            file.flush()
+        if self.owner is not None:
+            self.owner.claim([self.path])  # whether the run is still there
+        append(self.path, f"{json.dumps(line)}\n".encode())
         self.tracker.log(flat(line), line["epoch"])
         val = line["val"]
         accuracy = f"  val accuracy {val['accuracy']:.2%}  nll {val['nll']:.4f}" if val else ""
@@ -151,6 +164,21 @@ class Log:
                 f"epoch {line['epoch']:3d}/{self.epochs}  loss {sum(terms.values()):.4f}{parts}{accuracy}{' *' if better and val else ''}  "
                 f"lr {line['lr']:.2g}  {line['images_per_second']:,.0f} img/s  {line['seconds']:.1f} s"
             )
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Epochs in metrics.jsonl. A line that a kill tore, or that is none, is left out."""
+    try:
+        text = read_plain(path, MOST_METRICS).decode(errors="replace")
+    except OSError:
+        return []
+    found = []
+    for line in text.split("\n"):
+        with contextlib.suppress(ValueError, RecursionError):
+            values = json.loads(line)
+            if isinstance(values, dict) and type(values.get("epoch")) is int:
+                found.append(values)
+    return found
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:

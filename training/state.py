@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ import torch
 from classifiers.bank import Bank
 from classifiers.classifier import Classifier, amp_dtype
 from config import Config
-from inputs import store
 from training import checkpoint
+from training.checkpoint import Checkpoints
 from training.optimizer import Average, DropoutRamp, Schedule, make_optimizer
 from utils import Diverged
 
@@ -87,8 +86,8 @@ class TrainingState:
 
     # ------------------------------------------------ to disk and back
 
-    def save(self, folder: Path) -> None:
-        """Everything needed to go on as if never stopped."""
+    def save(self, checkpoints: Checkpoints, best: tuple[dict[str, Any], dict[str, Any]] | None = None) -> None:
+        """Everything needed to go on as if never stopped, and `best` if this epoch is."""
         tensors, optimizer = checkpoint.pack_optimizer(self.optimizer)
         random_tensors, random = checkpoint.pack_rng()
         groups = {"model": self.model.state_dict(), "training": {**tensors, **random_tensors}}
@@ -103,16 +102,16 @@ class TrainingState:
             "random": random,
         }
         facts = {**self.model.facts, "epoch": self.place.epoch, "seconds": self.place.seconds, "training": training}
-        store.save(folder, groups | banks, facts | bank_facts)
+        checkpoints.save(groups | banks, facts | bank_facts, best)
 
-    def save_best(self, folder: Path, scores: dict[str, float] | None) -> None:
+    def as_best(self, scores: dict[str, float] | None) -> tuple[dict[str, Any], dict[str, Any]]:
         """The weights that were evaluated, and how they did."""
         banks, bank_facts = checkpoint.pack_bank(self.averaged.head.bank)
         facts = {**self.model.facts, "epoch": self.place.epoch, "val": scores, "seconds": self.place.seconds}
-        store.save(folder, {"model": self.averaged.state_dict()} | banks, facts | bank_facts)
+        return {"model": self.averaged.state_dict()} | banks, facts | bank_facts
 
-    def load(self, folder: Path) -> None:
-        tensors, facts = checkpoint.load(folder)
+    def load(self, checkpoints: Checkpoints) -> None:
+        tensors, facts = checkpoints.load_last()
         training: dict[str, Any] = facts["training"]
         self.model.load_state_dict(tensors["model"])
         if self.ema is not None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from classifiers import Bank
-from classifiers.calibration import MANY, MODES, SPREADS, calibrate, choose_fit, train_attention
+from classifiers.calibration import MANY, MODES, SPREADS, calibrate, choose_fit, fit_narrower, train_attention
 from classifiers.heads import LinearHead
 from classifiers.neighbor_heads import AttnKnnHead, KnnHead, LinearAttnKnnHead
 from classifiers.predictors import HeadPredictor
@@ -40,6 +40,47 @@ def clusters(rows: int, seed: int, spread: float = 0.6) -> tuple[Tensor, Tensor]
     generator = torch.Generator().manual_seed(seed)
     labels = torch.arange(rows) % C
     return F.normalize(torch.eye(C, D)[labels] + spread * torch.randn(rows, D, generator=generator), dim=1), labels
+
+
+class Brittle(HeadPredictor):
+    """Its arithmetic overflows, as L-BFGS's does on few rows, where a class bias or the temperature has gone too far."""
+
+    def __init__(self, bias: float, temperature: float) -> None:
+        super().__init__(Fixed(), C)
+        self.most = bias, temperature
+
+    def log_probs(self, scores: Tensor, context: Any) -> Tensor:
+        if self.class_bias.abs().max() > self.most[0] or self.log_temperature.abs() > self.most[1]:
+            raise RuntimeError("value cannot be converted to type double without overflow")
+        return super().log_probs(scores, context)
+
+
+@pytest.mark.parametrize(
+    ("bias", "temperature", "said"),
+    [(0.0, 9.0, "one temperature is fitted instead"), (0.0, 0.0, "its confidence stays as trained"), (9.0, 9.0, "")],
+)
+def test_a_fit_that_is_not_finite_gives_way(bias: float, temperature: float, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """To a temperature, then to none; the probabilities are finite, and it is said. Without trouble nothing is."""
+    generator = torch.Generator().manual_seed(1)
+    features = torch.randn(120, C, generator=generator)
+    target = torch.multinomial((features / 2.5 + torch.eye(C)[0]).softmax(1), 1, generator=generator)[:, 0]
+    retrieved = Retrieved.without_neighbors(features)
+    fitted = calibrate(Brittle(bias, temperature), retrieved, target, "head")
+    assert (fitted.get_parameter("class_bias").abs().max() > 0.05) == (bias > 0)
+    assert (fitted.log_temperature.abs() > 0.3) == (temperature > 0)
+    assert fitted.predict(retrieved).isfinite().all()
+    told = capsys.readouterr().err
+    assert said in told
+    assert bool(told) == bool(said)
+
+
+def test_a_fit_that_is_not_finite_gets_less_room(capsys: pytest.CaptureFixture[str]) -> None:
+    features = torch.randn(120, C, generator=torch.Generator().manual_seed(1))
+    retrieved, target = Retrieved.without_neighbors(features), torch.zeros(120, dtype=torch.long)  # it would go as far as it may
+    predictor = Brittle(0.8, 9.0)
+    fit_narrower(predictor, predictor.all_scores(retrieved), retrieved, target, spread=1.0)
+    assert 0.01 < predictor.class_bias.abs().max() <= 0.8
+    assert "a fit with spread 1 is not finite; one with 0." in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +209,48 @@ def test_an_interpolation_ends_near_the_better_part(fitting: tuple[Any, Retrieve
     fixed.refresh(bank_of(head))
     again: Any = calibrate(fixed.predictor, retrieved, target, "head")
     assert again.vote_share == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("sure", [0.0, 30.0])
+def test_an_interpolation_is_no_worse_than_either_part_on_the_rows_it_was_fitted_to(sure: float, fitting: Any) -> None:
+    """Of a linear head that knows nothing, and of one that knows the answer."""
+    torch.manual_seed(0)
+    both = LinearAttnKnnHead(D, C, embed_dim=0, k_train=K, attention_heads=1).eval()
+    both.refresh(bank_of(fitting[0]))
+    x, target = clusters(61, 4, spread=0.9)
+    with torch.no_grad():
+        both.linear.fc.weight.copy_(sure * torch.eye(C, D))
+        retrieved = both.retrieve(x)
+    predictors = beside_neighbors(both, "head")
+    predictors.calibrate(retrieved, target, seed=0)
+    of_name = {name: nll(predictors.of(name, calibrated=True), retrieved, target) for name in predictors.names}
+    assert of_name["interpolation"] <= min(of_name["linear"], of_name["attention"]) + 1e-5
+
+
+def test_a_linear_head_gets_a_bias_for_each_class() -> None:
+    """Labels drawn from softmax(x / 2 + b), as where classes are more frequent than in training: b is found, but for a constant."""
+    bias = torch.arange(C) - (C - 1) / 2
+    generator = torch.Generator().manual_seed(1)
+    x = 3 * torch.randn(5003, C, generator=generator)
+    target = torch.multinomial((x / 2 + bias).softmax(1), 1, generator=generator)[:, 0]
+    retrieved = Retrieved.without_neighbors(x)
+    fitted: Any = calibrate(HeadPredictor(Fixed(), C), retrieved, target, "head")
+    found = fitted.class_bias - fitted.class_bias.mean()
+    assert torch.allclose(found, bias, atol=0.2)
+    assert fitted.log_temperature.exp().item() == pytest.approx(2, rel=0.1)
+    one = calibrate(HeadPredictor(Fixed(), C), retrieved, target, "temperature")
+    assert nll(fitted, retrieved, target) < nll(one, retrieved, target) - 0.05
+
+
+def test_the_linear_part_of_an_interpolation_gets_them_too(fitting: Any) -> None:
+    head = fitting[0]
+    both = LinearAttnKnnHead(D, C, embed_dim=0, k_train=K, attention_heads=1).eval()
+    both.refresh(bank_of(head))
+    rows, _ = clusters(31, 4)
+    with torch.no_grad():
+        retrieved = both.retrieve(rows)
+    fitted: Any = calibrate(both.predictor, retrieved, torch.zeros(31, dtype=torch.long), "head")  # one class alone
+    assert fitted.linear.class_bias[0] > fitted.linear.class_bias[1:].max()
 
 
 def test_unknown_mode() -> None:

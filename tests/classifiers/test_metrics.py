@@ -24,6 +24,7 @@ from classifiers.metrics import (
     classwise_calibration_error,
     confusion_matrix,
     detailed_metrics,
+    embedding_spread,
     equal_mass_calibration_error,
     expected_calibration_error,
     f1_macro,
@@ -223,6 +224,8 @@ def test_order_of_rows_does_not_matter():
     scores = (equal_mass_calibration_error, aurc, lambda c, r: accuracy_at_coverage(c, r, 0.8))
     for score in scores:
         assert len({round(score(confidence[p], right[p]), 12) for p in shuffled}) == 1
+        rounding = 1e-7 * torch.rand(97, generator=generator)
+        assert score(confidence - rounding, right) == pytest.approx(score(confidence, right), abs=1e-6)
     orders = [sorted(torch.randperm(97, generator=generator).tolist(), key=lambda i: -confidence[i]) for _ in range(2000)]
     errors = torch.stack([~right[torch.tensor(order)] for order in orders]).double()
     curve = errors.cumsum(1) / torch.arange(1, 98)
@@ -255,3 +258,21 @@ def test_detailed_metrics_name_what_they_measure():
         "balanced_accuracy": balanced_accuracy(probs.argmax(1), target, 7),
     }
     assert not set(found) & set(standard_metrics(log_probs, target))
+
+
+@pytest.mark.parametrize("classes", [1, 3])
+def test_spread_of_embeddings_by_brute_force(classes):
+    rows = torch.nn.functional.normalize(torch.randn(17, 5, generator=torch.Generator().manual_seed(0)) + 1, dim=1)
+    labels = torch.arange(17) % classes
+    found = embedding_spread(rows, labels)
+    pairs = [float(rows[i] @ rows[j]) for i in range(17) for j in range(17) if labels[i] != labels[j]]
+    assert found["cosine_between_classes"] == pytest.approx(sum(pairs) / len(pairs) if pairs else 0, abs=1e-6)
+    share = torch.linalg.svdvals(rows.double()).square() / 17
+    assert found["effective_rank"] == pytest.approx(float((-(share * share.log()).sum()).exp()), rel=1e-5)
+
+
+def test_spread_of_one_point_and_of_all_directions():
+    one = embedding_spread(torch.tensor([[0.6, 0.8]]).repeat(6, 1), torch.arange(6) % 2)
+    assert one == pytest.approx({"effective_rank": 1.0, "cosine_between_classes": 1.0}, abs=1e-6)
+    axes = embedding_spread(torch.eye(6), torch.arange(6))
+    assert axes == pytest.approx({"effective_rank": 6.0, "cosine_between_classes": 0.0}, abs=1e-6)

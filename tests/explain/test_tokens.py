@@ -122,7 +122,7 @@ def test_a_plugin_layer_of_no_more_than_its_mix(here: Path) -> None:
         "        return v.roll(-1, 2)\n"
     )
     assert main([*FAKE, "--plugin", "own.py", "--layer", "ReadsTheNext", "--output_dir", "run"]) == 0
-    record = explained(["--queries", "1,2;3,3"])
+    record = explained(["--queries", "1,2;3,3", "--plugin", "own.py"])
     assert [[s["patch"] for s in head] for head in record["depths"][1]["queries"][0]["heads"]] == [[[1, 3]]] * 3
     assert record["depths"][1]["queries"][1]["heads"] == [[]] * 3  # after the last patch comes the class token
     assert record["depths"][1]["mean"]["agreement"] == 1
@@ -210,4 +210,4 @@ def test_attention_that_cannot_be_seen(here: Path, capsys: pytest.CaptureFixture
     )
     assert main([*FAKE, "--plugin", "own.py", "--layer", "NeverMixes", "--output_dir", "run"]) == 0
     capsys.readouterr()
-    refuses("explain --checkpoint run", "(tokens seen: none: no layer called its mix), got 'vit'", capsys)
+    refuses("explain --checkpoint run --plugin own.py", "(tokens seen: none: no layer called its mix), got 'vit'", capsys)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dataset import load
+from inputs.arrays import read_npz
 from tests.inputs.files import npz, pixels
 from utils import BadOption
 
@@ -99,6 +100,11 @@ GOOD: dict[str, Any] = dict(x_train=X, y_train=Y, x_test=X, y_test=Y)
         (dict(x_train=X[:0], y_train=Y[:0]), r"must leave at least 2 training rows after the splits \(0 left\)"),
         (dict(x_test=X[:0], y_test=Y[:0]), r"must leave at least 1 test row after the splits \(0 left\)"),
         (dict(y_train=Y * 0, y_test=Y * 0), r"needs at least two classes \(1 found\)"),
+        (dict(x_train=np.zeros((13, 0)), x_test=np.zeros((13, 0))), r"needs rows that hold something, x_train is of shape \(13, 0\)"),
+        (dict(x_train=X[:, :0], x_test=X[:, :0]), r"needs rows that hold something, x_train is of shape \(13, 0, 4\)"),
+        (dict(x_val=X[:0], y_val=Y[:0]), r"needs rows that hold something, x_val is of shape \(0, 4, 4\)"),
+        (dict(y_test=np.uint64(2**63 + 9) + Y.astype(np.uint64)), r"needs labels below 2\^63 \(test: 9223372036854775818\)"),
+        (dict(x_train=X[:, 0] * 1e37, x_test=X[:, 0] / 1.0), "needs finite numbers, x_train has numbers beyond float32"),
     ],
 )
 def test_a_wrong_npz(change, rule, tmp_path):
@@ -133,6 +139,39 @@ def test_an_npz_that_is_none(tmp_path):
         archive.writestr("readme.txt", "no arrays here")
     with pytest.raises(BadOption, match=r"^dataset needs x_train, y_train, x_test, y_test in the npz"):
         load(f"npz:{file}")
+
+
+@pytest.mark.parametrize("pack", [np.savez, np.savez_compressed])
+def test_rows_stay_in_the_file_until_they_are_used(pack, tmp_path):
+    """Those that are stored as they are; the splits are copies of their own."""
+    pack(tmp_path / "a.npz", **GOOD, x_val=np.asfortranarray(X + 1), y_val=Y)
+    source = read_npz(str(tmp_path / "a.npz"))
+    assert isinstance(source.x_train, np.memmap) is (pack is np.savez)
+    for name, wanted in (*GOOD.items(), ("x_val", X + 1)):
+        assert np.array_equal(getattr(source, name), wanted)
+    data = load(f"npz:{tmp_path / 'a.npz'}", keep_duplicates=True)
+    (tmp_path / "a.npz").write_bytes(b"")
+    assert np.array_equal(data.train.x[:, 0], X)
+    assert data.val is not None
+    assert np.array_equal(data.val.x[:, 0], X + 1)
+
+
+def test_large_unsigned_labels_stay_apart(tmp_path):
+    """As float64, which NumPy makes of uint64 beside int64, 2^62 and 2^62 + 1 are one number."""
+    y = np.array([2**62, 2**62 + 1], np.uint64)[Y]
+    assert load(npz(tmp_path, x_train=X, y_train=y, x_test=X, y_test=y.astype(np.int64))).classes == (str(2**62), str(2**62 + 1))
+
+
+def test_a_flipped_bit_anywhere_in_the_rows_is_found(tmp_path):
+    name = npz(tmp_path, **GOOD)
+    content = bytearray((tmp_path / "set.npz").read_bytes())
+    start = content.index(X.tobytes())
+    for place in range(start, start + X.nbytes, 7):
+        content[place] ^= 4
+        (tmp_path / "set.npz").write_bytes(content)
+        with pytest.raises(BadOption, match=r"^dataset must be an undamaged npz file \(BadZipFile\)"):
+            load(name)
+        content[place] ^= 4
 
 
 def test_an_npz_cut_short_anywhere(tmp_path):

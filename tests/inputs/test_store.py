@@ -6,6 +6,8 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -78,23 +80,41 @@ def test_the_index_names_every_file_with_its_sha256(tmp_path):
 # ---------------------------------------------------------------- stops and leftovers
 
 
+class Mine:
+    """An owner that lists its files."""
+
+    def __init__(self) -> None:
+        self.listed: set[Path] = set()
+
+    def claim(self, paths: Iterable[Path]) -> None:
+        self.listed |= set(paths)
+
+    def drop(self, paths: Iterable[Path]) -> None:
+        self.listed -= set(paths)
+
+    def owned_in(self, folder: Path) -> set[Path]:
+        return {path for path in self.listed if path.parent == folder}
+
+
 def test_a_new_checkpoint_replaces_the_old_and_sweeps_up(tmp_path):
     save(tmp_path, tensors(), {"epoch": 1})
-    (tmp_path / ".abc123.tmp").write_bytes(b"half a file of a killed process")
-    (tmp_path / "model-0123456789ab.safetensors").write_bytes(b"a whole file of a process killed before it wrote the index")
+    (tmp_path / ".abc12345.tmp").write_bytes(b"half a file of a killed process")
+    os.utime(tmp_path / ".abc12345.tmp", (0, 0))
+    (tmp_path / ".abc12346.tmp").write_bytes(b"another process may be writing it")
     (tmp_path / "notes.txt").write_text("mine")
     save(tmp_path, tensors(1), {"epoch": 2})
     found, facts = load(tmp_path)
     assert_equal(found, tensors(1))
     assert facts == {"epoch": 2}
     names = sorted(re.sub(r"-[0-9a-f]{12}", "", p.name) for p in tmp_path.iterdir())
-    assert names == [INDEX, "model.safetensors", "notes.txt", "training.safetensors"]
+    assert names == [".abc12346.tmp", INDEX, "model.safetensors", "notes.txt", "training.safetensors"]
 
 
 @pytest.mark.parametrize("survivors", [0, 1, 2])
 def test_a_stop_anywhere_leaves_the_old_checkpoint_whole(survivors, tmp_path, monkeypatch):
     """The machine stops when so many files of the new checkpoint (two of tensors, then the index) are in place."""
-    save(tmp_path, tensors(), {"epoch": 1})
+    mine = Mine()
+    save(tmp_path, tensors(), {"epoch": 1}, mine)
     replace, left = os.replace, iter(range(survivors))
 
     def stopping(source: Any, target: Any) -> None:
@@ -104,16 +124,18 @@ def test_a_stop_anywhere_leaves_the_old_checkpoint_whole(survivors, tmp_path, mo
 
     monkeypatch.setattr(os, "replace", stopping)
     with pytest.raises(KeyboardInterrupt):
-        save(tmp_path, tensors(1), {"epoch": 2})
+        save(tmp_path, tensors(1), {"epoch": 2}, mine)
     found, facts = load(tmp_path)
     assert_equal(found, tensors())
     assert facts == {"epoch": 1}
     assert not list(tmp_path.glob("*.tmp"))
 
     monkeypatch.setattr(os, "replace", replace)
-    save(tmp_path, tensors(2), {"epoch": 3})
+    (tmp_path / "model-0123456789ab.safetensors").write_bytes(b"somebody's")
+    save(tmp_path, tensors(2), {"epoch": 3}, mine)
     assert_equal(load(tmp_path)[0], tensors(2))
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(list(tmp_path.iterdir())) == 4
+    assert {path for path in tmp_path.iterdir() if path.name != "model-0123456789ab.safetensors"} == mine.listed
 
 
 def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path, monkeypatch):

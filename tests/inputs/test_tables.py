@@ -136,7 +136,11 @@ def test_csv_as_a_data_set(tmp_path):
         ("y\n1\n2\n", "must have columns besides 'y'"),
         ("a,y\n1,p\n2,\n", "has rows without a 'y'"),
         ("a,y\n1,p\n2,?\n", "has rows without a 'y'"),
-        ('a,y\n"' + "x" * 140_000 + "\n1,2\n", r"must be a CSV file \(field larger than field limit"),
+        ('a,y\n1,2\n"' + "x" * 140_000 + "\n1,2\n", r"must be a CSV file \(a quote opens in line 3 and does not close\)"),
+        ('a,y\n"' + "x" * (1 << 25) + "\n1,2\n", r"must be a CSV file \(a line is longer than 1 MB, or a quote does not close\)"),
+        ("a,y,y\n1,p,p\n2,q,q\n", "must have one column 'y', and has 2"),
+        ("a,y\n1,p\ninf,q\n", r"must hold finite numbers, up to 3.4e\+38; column 'a' has inf in line 3"),
+        ("a,b,y\n1,2,p\n1,-1e39,q\n", r"must hold finite numbers, up to 3.4e\+38; column 'b' has -1e\+39 in line 3"),
     ],
 )
 def test_a_wrong_csv(text, rule, tmp_path):
@@ -153,6 +157,82 @@ def test_a_csv_that_can_not_be_read(tmp_path):
     file.write_bytes(b"a,y\n\xff\xfe,1\n")
     with pytest.raises(BadOption, match=r"^dataset must be a file that can be read \(not UTF-8 text\)"):
         load(f"csv:{file}:y")
+
+
+@pytest.mark.parametrize(
+    ("cells", "found"),
+    [
+        (["a\u2028b", "c\x85d", "e\x0cf"], ["a\u2028b", "c\x85d", "e\x0cf"]),  # ends of lines for str.splitlines, not for a CSV file
+        (['"a\nb"', '"c, ""d"""', "e"], ["a\nb", 'c, "d"', "e"]),
+        (["+1", ".5", "1e3"], [1, 0.5, 1000]),
+        ([" 1 ", "NA", "-2."], [1, np.nan, -2]),
+        (["nan", "None", "?"], [np.nan] * 3),
+        (["none", "x", "null"], ["", "x", ""]),
+        (["1_0", "0x1", "1"], ["1_0", "0x1", "1"]),
+    ],
+)
+def test_what_a_cell_is(cells, found, tmp_path):
+    file = tmp_path / "a.csv"
+    file.write_text("y,a\n" + "".join(f"{i},{cell}\n" for i, cell in enumerate(cells)), encoding="utf-8")
+    rows, labels = read_csv(file, "y")
+    assert labels.tolist() == ["0", "1", "2"]
+    if isinstance(found[0], str):
+        assert rows.categories[:, 0].tolist() == found
+    else:
+        np.testing.assert_array_equal(rows.numbers[:, 0], found)
+
+
+def test_a_class_named_none_is_a_class(tmp_path, capsys):
+    """Only an empty label, or a question mark, is none."""
+    file = tmp_path / "a.csv"
+    file.write_text("a,y\n" + "".join(f"{n},{('none', 'nan', 'NA', 'mild')[n % 4]}\n" for n in range(40)))
+    assert load(f"csv:{file}:y").classes == ("NA", "mild", "nan", "none")
+    assert "'y' is 'NA' or 'nan' or 'none' in some rows; that is a class like the others" in capsys.readouterr().err
+
+
+def test_line_ends_and_blank_lines_of_all_kinds(tmp_path):
+    file = tmp_path / "a.csv"
+    for end in ("\n", "\r\n", "\r"):
+        file.write_bytes(f"  {end}{end}a,y{end}1,p{end}  {end}2,q{end}".encode())
+        rows, labels = read_csv(file, "y")
+        assert (rows.numbers.tolist(), labels.tolist()) == ([[1], [2]], ["p", "q"])
+
+
+def test_categories_of_other_lengths_match_their_level():
+    """Codes by binary search: a category that the training split lacks must not match its neighbor in the order."""
+    seen = ["", "b", "bb", "é"]
+    encoder = Encoder([], [], [seen])
+    asked = ["a", "bb", "ba", "", "zz", "é", "bbb", "b"]
+    found = encoder.encode(Table(np.empty((len(asked), 0)), np.array(asked)[:, None]))
+    assert found.tolist() == [[float(a == level) for level in seen] for a in asked]
+
+
+def test_numbers_that_overflow_when_standardized_are_refused():
+    rule = r"^dataset has numbers that overflow float32 when standardized, in column 2 of numbers"
+    with pytest.raises(BadOption, match=rule):
+        Encoder([0.0, 1.0], [1.0, 1e-9], []).encode(Table.of(np.array([[1.0, 1.0], [3.0, 1e38]])))
+
+
+def test_text_far_down_in_a_column_of_numbers_makes_it_text_from_its_first_row(tmp_path, monkeypatch):
+    monkeypatch.setattr("inputs.columns.BLOCK", 1 << 10)
+    file = tmp_path / "a.csv"
+    file.write_text("n,a,y,b\n" + "".join(f"{n},{n:03d},{'pq'[n % 2]},{n if n < 998 else '1.50x'}\n" for n in range(999)))
+    rows, labels = read_csv(file, "y")
+    assert rows.numbers.tolist() == [[n, n] for n in range(999)]
+    assert rows.categories[:, 0].tolist() == [*map(str, range(998)), "1.50x"]
+    assert labels.tolist() == ["pq"[n % 2] for n in range(999)]
+    file.write_text("a,y\n" + "".join(f"{n},p\n" for n in range(999)) + "7\n")
+    with pytest.raises(BadOption, match=r"^dataset has 2 columns, and 1 in line 1001"):
+        read_csv(file, "y")
+
+
+def test_a_table_that_memory_can_not_hold_is_refused(monkeypatch):
+    monkeypatch.setattr("utils.free_memory", lambda: 1000.0)
+    encoder = Encoder([0.0], [1.0], [[str(n) for n in range(100)]])
+    table_of = r"a table of 101 columns \(one of categories has 100 of them\)"
+    rule = f"^dataset asks for more memory than the 1 kB that are free: {table_of} takes about 1.21 kB, got '3 rows'"
+    with pytest.raises(BadOption, match=rule):
+        encoder.encode(Table(np.zeros((3, 1)), np.array([["1"], ["2"], ["3"]])))
 
 
 def test_a_target_of_measures_leaves_nothing_to_test(tmp_path):

@@ -13,8 +13,8 @@ from config import Config
 from dataset import Data
 from run.checks import check_evaluation, check_neighbors
 from run.complete import complete
-from run.parts import build_model, foreign_rows, load_data, loaders
-from run.run import rows_for_ood
+from run.finish import rows_for_ood
+from run.parts import ALL, Kept, build_model, foreign_rows, load_data, loaders
 from run.saved import check_same, with_absolute_paths
 from training.bank import order_in_bank
 from utils import BadOption
@@ -59,7 +59,7 @@ def test_a_cache_that_can_not_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     config, data = completed(freeze_backbone=True, feature_cache=str(tmp_path / "file" / "cache"))
     with pytest.raises(BadOption, match="feature_cache must be a directory that can be written"):
-        check_evaluation(config, data)
+        check_evaluation(config, data, ALL)
 
 
 def test_foreign_rows_are_blamed_on_their_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,9 +107,9 @@ def test_features_of_other_rows_are_not_kept(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     config, data = completed(freeze_backbone=True, num_layers=1, num_heads=1, d_hidden=6, d_mlp=7)
     model = build_model(config, data, CPU)
-    kept = loaders(config, data, model, CPU, tmp_path / "run")
+    kept = loaders(config, data, model, CPU, Kept(tmp_path / "run" / "features"))
     before = sorted(tmp_path.rglob("*"))
     assert before
-    again = loaders(config, data, model, CPU, None)
+    again = loaders(config, data, model, CPU, Kept())
     assert sorted(tmp_path.rglob("*")) == before
     assert torch.equal(next(again.test.epoch()).x, next(kept.test.epoch()).x)

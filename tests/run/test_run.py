@@ -18,7 +18,7 @@ from PIL import Image
 from classifiers import HEADS, LinearHead
 from config import Action
 from inputs import store
-from run.directory import locked
+from run.lock import Lock
 from run.run import run
 from utils import BadOption, Diverged, Stopped
 
@@ -172,7 +172,7 @@ def test_results_and_run_directory(tmp_path: Path) -> None:
     assert sum(counts) == results["data"]["train"] < 97
     names = {p.name for p in out.iterdir()}
     files = {"config.yaml", "args.txt", "model.txt", "metrics.jsonl", "train_eval_results.txt", "curves.png", "predictions.safetensors"}
-    files |= {"results.json", "checkpoints"}
+    files |= {"run.json", "results.json", "checkpoints"}
     assert names == files
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in lines] == [1, 2]
@@ -274,7 +274,7 @@ def test_one_process_a_directory(tmp_path: Path) -> None:
     out = str(tmp_path / "run")
     with pytest.raises(Stopped):
         run({**TINY, "output_dir": out}, Action(stop_after=1))
-    with locked(tmp_path / "run"), pytest.raises(BadOption, match="is being written by another process"):
+    with Lock(tmp_path / "run"), pytest.raises(BadOption, match="is being written by another process"):
         run({}, Action(resume=out))
     run({}, Action(resume=out))
 

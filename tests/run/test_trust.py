@@ -15,11 +15,13 @@ from classifiers import HEADS, LinearHead
 from classifiers.metrics import detailed_metrics, standard_metrics
 from config import Action
 from evaluation.predictions import keep, read
+from run.checks import warn_of_known_rows
+from run.complete import complete
 from run.load import load
 from run.parts import load_data, loader
 from run.run import run
 from tests.run.test_run import TINY
-from utils import BadOption
+from utils import WARNINGS, BadOption
 
 pytestmark = pytest.mark.usefixtures("without_a_stopwatch")
 SMALL: dict[str, Any] = {**TINY, "num_epochs": 1, "embed_dim": 8, "k_train": 5}
@@ -136,6 +138,90 @@ def test_warnings_are_kept_and_shown(runs: dict[str, Path], tmp_path: Path, caps
     assert results_of(runs["linear"])["warnings"] == []
 
 
+def test_several_k_leave_the_number_for_foreign_rows_alone(runs: dict[str, Path], tmp_path: Path) -> None:
+    foreign = "fake(test=23, size=8, classes=3)"
+    for name, ks in {"one": {}, "several": {"k_eval": "1,9"}}.items():
+        given = {"ood": foreign, **ks, "output_dir": str(tmp_path / name)}
+        run(given, Action(test_only=True, checkpoint=str(runs["linear+attn-knn"])))
+    one, several = (results_of(tmp_path / name)["ood"] for name in ("one", "several"))
+    assert several == pytest.approx(one)
+
+
+def again(tensors: dict[str, torch.Tensor], name: str, *, detailed: bool = True) -> dict[str, float]:
+    more = detailed_metrics(tensors[name], tensors["label"]) if detailed else {}
+    return standard_metrics(tensors[name], tensors["label"]) | more
+
+
+def test_several_k_views_and_a_bank_that_grows_come_again_from_the_predictions(runs: dict[str, Path], tmp_path: Path) -> None:
+    given = {"k_eval": "1,7", "tta": 2, "continual": True, "output_dir": str(tmp_path)}
+    run(given, Action(test_only=True, checkpoint=str(runs["linear+attn-knn"])))
+    results, (tensors, _) = results_of(tmp_path), read(tmp_path)
+    assert again(tensors, "interpolation.raw_tta") == pytest.approx(results["test"], abs=1e-6)
+    assert again(tensors, "interpolation.calibrated_tta") == pytest.approx(results["test_calibrated"], abs=1e-6)
+    for variant, of_variant in results["predictors"]["by_k"].items():
+        for name, of_k in of_variant.items():
+            for k, wanted in of_k.items():
+                assert again(tensors, f"{name}.{variant}.k{k}", detailed=False) == pytest.approx(wanted, abs=1e-6)
+    grown = results["continual"]
+    assert again(tensors, "interpolation.continual") == pytest.approx(grown["after"], abs=1e-6)
+    assert again(tensors, "interpolation.calibrated") == pytest.approx(grown["before"], abs=1e-6)
+
+
+def test_many_k_are_kept_as_the_largest_where_one_predictor_is_kept_whole(tmp_path: Path) -> None:
+    log_probs, target = torch.randn(7, 13).log_softmax(1), torch.arange(7)
+    variants = {v: {"uniform": log_probs} for v in ("raw", "raw.k1", "raw.k5")}
+    keep(tmp_path, variants, target, own="uniform", test_rows="x", most=2 * 7 * 13 - 1)
+    tensors, _ = read(tmp_path)
+    assert tensors["uniform.raw"].shape == (7, 13)
+    assert "uniform.raw.k5" not in tensors
+    assert tensors["uniform.raw.k5.largest"].shape == (7, 10)
+
+
+def test_the_hash_of_the_test_rows_is_of_these_rows_and_of_nothing_else(tmp_path: Path) -> None:
+    """Rows of a table are encoded by what the training split has; another split is another encoding of the same test rows."""
+    given = {**SMALL, "dataset": "wine"}
+    first, second = (load_data({**given, "split_seed": seed}) for seed in (0, 1))
+    assert not np.array_equal(first.test.x, second.test.x)
+    assert first.summary["test_sha256"] == second.summary["test_sha256"]
+    assert len(first.summary["test_sha256"]) == 64
+    rng, hashes = np.random.default_rng(0), set()
+    x, y = rng.normal(size=(40, 3)), np.arange(40) % 2
+    for change in ("nothing", "value", "label"):
+        x_test, y_test = x[:9].copy(), y[:9].copy()
+        x_test[4, 1] += change == "value"
+        y_test[4] ^= change == "label"
+        np.savez(tmp_path / f"{change}.npz", x_train=x, y_train=y, x_test=x_test, y_test=y_test)
+        hashes.add(load_data({**SMALL, "dataset": f"npz:{tmp_path / change}.npz"}).summary["test_sha256"])
+    assert len(hashes) == 3
+
+
+def test_a_last_batch_of_one_row_trains(tmp_path: Path) -> None:
+    """88 training rows; features are standardized over the batch, and one row has no variance."""
+    results = run({**SMALL, "head": "attn-knn", "batch_size": 29, "accumulate": 1, "num_epochs": 2, "output_dir": str(tmp_path)}, Action())
+    assert results["data"]["train"] % 29 == 1
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        assert np.isfinite([*line["train"].values(), *line["val"].values()]).all()
+        assert set(line["embeddings"]) == {"effective_rank", "cosine_between_classes"}
+        assert 1 <= line["embeddings"]["effective_rank"] <= 8
+        assert -1 <= line["embeddings"]["cosine_between_classes"] <= 1
+
+
+class OfAPlugin(LinearHead):
+    """As a user's file may have it: it knows nothing of calibration."""
+
+
+HEADS.register("of-a-plugin")(OfAPlugin)
+
+
+@pytest.mark.parametrize("head", ["knn", "attn-knn", "linear+knn", "of-a-plugin"])
+def test_every_head_has_four_columns(head: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = run({**SMALL, "head": head, "output_dir": str(tmp_path)}, Action())
+    assert all(results[name]["nll"] > 0 for name in ("test", "test_calibrated", "val", "val_calibrated"))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch 1 ")]
+    assert [words.strip() for words in line[16:].split("  ") if words.strip()] == ["val", "val calibrated", "test", "test calibrated"]
+
+
 class Logits(LinearHead):
     """Gives logits where log-probabilities are wanted."""
 
@@ -147,7 +233,8 @@ HEADS.register("logits")(Logits)
 
 
 def test_what_does_not_sum_to_one_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(BadOption, match=r"^head must give log-probabilities: those of Logits.forward sum to \S+ after exp, not to 1$"):
+    line = r"^head must give log-probabilities: those of Logits.forward sum to \S+ after exp, not to 1, got 'logits'$"
+    with pytest.raises(BadOption, match=line):
         run({**TINY, "head": "logits", "output_dir": str(tmp_path / "run")}, Action())
     assert not (tmp_path / "run").exists()
 
@@ -205,3 +292,25 @@ def test_validation_rows_that_a_backbone_was_trained_on_are_said(tmp_path: Path,
     assert results["val"]["accuracy"] > results["test"]["accuracy"] + 0.2
     (warning,) = [w for w in results["warnings"] if "validation rows are easier" in w]
     assert "than test rows" in warning
+
+
+@pytest.mark.parametrize(
+    ("val", "test", "by_votes", "left_out", "said"),
+    [
+        (0.8, 0.8, 0.8, 0.8, ""),
+        (0.9, 0.8, 0.8, 0.8, "than test rows (80.0%)"),
+        (0.9, 0.9, 0.9, 0.8, "than training rows without themselves (80.0%)"),
+        (0.9, 0.9, 0.8, 0.8, ""),  # a linear head that is better than its votes, on all rows
+        (0.8, 0.79, 0.8, 0.79, ""),
+        (0.8, 0.9, 0.8, 0.95, ""),  # as it should be: training rows lie where they were taught to
+    ],
+)
+def test_validation_rows_that_look_too_easy(val: float, test: float, by_votes: float, left_out: float, said: str) -> None:
+    """1,000 rows each; one standard error of a difference is below 2 points."""
+    data = load_data({**SMALL, "dataset": "fake(train=2000, test=1000, size=4, classes=2)", "val_fraction": 0.5})
+    config = complete({**SMALL, "dataset": data.name, "noise": 0.0, "pretrained": "weights.safetensors"}, data)
+    scores: dict[str, Any] = {"linear": {}, "uniform": {"train_leave_one_out": left_out, "val_accuracy": by_votes}}
+    found = {"test": {"accuracy": test}, "predictors": {"scores": scores, "left_out_rows": 1000}}
+    WARNINGS.clear()
+    warn_of_known_rows(config, data, found, {"accuracy": val})
+    assert [said in warning for warning in WARNINGS] == [True] * bool(said)

@@ -1,0 +1,168 @@
+"""From a run that is ready to train to its results: train, test the best epoch once, write; whatever ends it is said in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import config as flags
+from classifiers.bank import Bank
+from classifiers.classifier import Classifier
+from config import Config
+from evaluation import curves, predictions, tables
+from evaluation.cost import cost_of
+from evaluation.evaluator import Evaluator
+from inputs import store
+from inputs.batches import AnyBatches
+from inputs.rows import Data
+from run.checks import check_evaluation, warn_of_known_rows
+from run.directory import ERROR, RunDirectory
+from run.parts import Kept, build_model, dry_run, foreign_rows, loader, loaders
+from run.prepare import calibration_mode, groups_of, prepare
+from run.provenance import git_state, versions
+from train_eval import train
+from training import checkpoint
+from training.bank import collapse, spread_of
+from training.checkpoint import Checkpoints
+from training.progress import TRACKERS, Log
+from utils import WARNINGS, BadOption, Diverged, Halt, Interrupted, Stopped, doing, say, warn
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A run that is ready to train."""
+
+    config: Config
+    data: Data
+    model: Classifier
+    device: torch.device
+    gflops: float
+    foreign: AnyBatches | None
+    typed: frozenset[str] = field(default_factory=frozenset)  # options of this command; the others may be a checkpoint's
+
+    @staticmethod
+    def of(
+        config: Config, data: Data, device: torch.device, typed: frozenset[str], weights: Mapping[str, torch.Tensor] | None = None
+    ) -> Parts:
+        """Built, and tried with one row. `weights` of a run that goes on."""
+        with doing("building the model"):
+            model = build_model(config, data, device, trained=weights is not None)
+            if weights is not None:
+                model.load_state_dict(weights)  # a frozen backbone is asked for its features before the loop loads the rest
+            gflops = dry_run(model, data, config, device)
+        check_evaluation(config, data, typed)
+        return Parts(config, data, model, device, gflops, rows_for_ood(config, data, device), typed)
+
+
+def rows_for_ood(config: Config, data: Data, device: torch.device) -> AnyBatches | None:
+    name = config.evaluation.ood
+    if name == config.data.dataset:
+        say("ood: these are the run's own rows")
+    return foreign_rows(config, data, name, device) if name else None
+
+
+def finish(
+    parts: Parts, directory: RunDirectory, action: flags.Action, checkpoints: Checkpoints, *, resume: bool
+) -> dict[str, Any]:
+    """Trains, tests the best epoch once, writes results.json last."""
+    config, data, model, folder = parts.config, parts.data, parts.model, directory.path
+    epochs = config.training.num_epochs
+    with doing("preparing the rows"):
+        sets = loaders(config, data, model, parts.device, Kept.of(config, folder, parts.typed, directory))
+    tracker = TRACKERS[config.output.tracker](folder, config.flat())
+    log = Log(folder, tracker, epochs=epochs, batches=len(sets.train), owner=directory)
+    until = min(epochs, action.stop_after or epochs)
+    with doing("training"):
+        place = train(config, model, sets.train, sets.val, log=log, checkpoints=checkpoints, until=until, resume=resume)
+    if place.epoch < epochs:
+        say(f"patience: no better validation accuracy in {place.stale} epochs, stopped after epoch {place.epoch}")
+    with doing("the final evaluation; training is done and saved"):
+        tensors, facts = checkpoint.load(checkpoints.best, "model", "bank")
+        model.load_state_dict(tensors["model"])
+        if "bank" in tensors:
+            bank = Bank.unpack(tensors["bank"], facts["bank"])
+            model.head.refresh(bank)
+            if line := collapse(spread_of(bank)):
+                warn(line)
+        evaluator = prepare(config, model, sets, mode=calibration_mode(config, data), foreign=parts.foreign)
+        groups, fitted = groups_of(evaluator)
+        store.save(checkpoints.best, {**tensors, **groups}, {**facts, **fitted}, directory)
+        directory.claim([folder / predictions.FILE])
+        results = measure(evaluator, parts, folder, epoch=place.best_epoch, seconds=place.seconds, val=place.best)
+        table = tables.table(results, folder)
+        epochs_text, picture = curves.epochs_of(folder, table, place.best_epoch)
+        directory.write("train_eval_results.txt", epochs_text)
+        directory.write("curves.png", picture)
+        directory.finish(results)
+    print(table)
+    return results
+
+
+@contextlib.contextmanager
+def watched(directory: RunDirectory) -> Iterator[None]:
+    """However a run ends, one line says it, and how to go on; the traceback of what nobody expected stays in a file of the run."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        how = stop if isinstance(stop, Interrupted) else Interrupted()
+        raise Stopped(f"stopped by {how.name} in {getattr(stop, 'doing', 'preparing the run')}. {directory.again}", how.exit_code) from None
+    except Stopped as stop:
+        raise Stopped(f"{stop}; saved. {directory.again}", stop.exit_code) from None
+    except Diverged as error:
+        last = directory.path / "checkpoints" / "last"
+        kept = f"the last good checkpoint is {last}" if last.exists() else "no epoch was finished, so there is no checkpoint"
+        _note(directory, f"error: {error}; {kept}")
+        raise Diverged(f"error: {error}; {kept}", 1) from None
+    except OSError as error:  # a full disk, a drive that went away: what was saved before is whole
+        raise Halt(f"error: {directory.path} can't be written ({error.strerror or error}). {directory.again}", 1) from None
+    except Halt:
+        raise
+    except Exception as error:
+        text = f"error: {error}\n" if isinstance(error, BadOption) else "".join(traceback.format_exception(error))
+        if _note(directory, text):
+            error.traceback_in = str(directory.path / ERROR)  # type: ignore[attr-defined]
+        raise
+
+
+def _note(directory: RunDirectory, text: str) -> bool:
+    """Keeps what ended a run; False where that can't be written either."""
+    try:
+        directory.write(ERROR, text)
+    except (OSError, Halt, BadOption):
+        return False
+    return True
+
+
+def measure(evaluator: Evaluator, parts: Parts, where: Path, *, epoch: int, seconds: float, val: dict[str, float] | None) -> dict[str, Any]:
+    """What results.json holds; predictions are kept in `where`."""
+    found, variants = evaluator.evaluate()
+    where.mkdir(parents=True, exist_ok=True)
+    own, test_rows = evaluator.predictors.own, parts.data.summary["test_sha256"]
+    predictions.keep(where, variants, evaluator.sets.test.target, own=own, test_rows=test_rows)
+    calibrated = evaluator.validate_calibrated()
+    warn_of_known_rows(parts.config, parts.data, found, val)
+    rows = loader(parts.config, parts.data, "test", parts.device)
+    assert rows is not None
+    x = next(iter(rows.epoch())).x  # real rows: what a search costs depends on them
+    return {
+        **found,
+        "val": val,
+        **({"val_calibrated": calibrated} if calibrated else {}),
+        "epoch": epoch,
+        "gflops": parts.gflops,
+        **cost_of(parts.model, x),
+        "seconds": seconds,
+        "data": parts.data.summary,
+        "warnings": list(dict.fromkeys([*parts.model.facts.get("warnings", []), *WARNINGS])),
+        "config": parts.config.flat(),
+        "ignored": dict(parts.config.ignored),
+        "versions": versions(),
+        "git": git_state(),
+        "threads": torch.get_num_threads(),
+    }

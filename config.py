@@ -16,7 +16,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
-from utils import BadOption, did_you_mean
+from utils import BadOption, check_file, did_you_mean, plain_yaml, shortened
 
 Rule = tuple[Callable[[Any], bool], str]
 
@@ -107,7 +107,9 @@ class HeadOptions:
     index: str = flag("auto", "FAISS index: auto, flat, ip, hnsw, ivf, ivfpq, or a factory string")
     bank_cap: int | None = flag(None, "most rows that the bank holds", rule=at_least(1))
     bank_evict: str = flag("fifo", "which rows leave a full bank", choices=("fifo", "class-balanced"))
-    memory_update_freq: float = flag(1.0, "epochs between refreshes of the bank in training", rule=above(0))
+    memory_update_freq: float = flag(
+        1.0, "epochs between refreshes of the bank in training", rule=(lambda v: 1e-6 <= v <= 1e6, "must be from 1e-6 to 1e6")
+    )
     neighbor_sample: float = flag(1.0, "random part of the bank that a training step sees", rule=PART)
     contrastive_weight: float = flag(0.5, "weight of the supervised contrastive loss", rule=at_least(0))
     contrastive_form: str = flag("temperature", "its form", choices=("temperature", "margin"))
@@ -131,6 +133,7 @@ class DataOptions:
     noisy_val: bool = flag(False, "--label_noise for the labels of the validation rows too")
     keep_duplicates: bool = flag(False, "exact copies of training rows stay: as neighbors of each other, and as validation rows")
     subset: float = flag(1.0, "share of the training and validation rows that is used, class by class", rule=PART)
+    skip_broken: bool = flag(False, "leave out image files that can't be read; without it they are counted and refused")
     imbalance: float = flag(1.0, "long tail: rows of the last class / rows of the first", rule=PART)
 
 
@@ -293,10 +296,14 @@ def check(values: Mapping[str, Any], *owners: type) -> None:
             raise BadOption(name, f"must be {_KINDS[kind]}", value)
         if isinstance(value, float) and not math.isfinite(value):
             raise BadOption(name, "must be a number", value)
+        if value == "":
+            raise BadOption(name, "must not be empty", value)
         if meta["choices"] and value not in meta["choices"]:
             raise BadOption(name, f"must be one of {', '.join(meta['choices'])}{did_you_mean(str(value), meta['choices'])}", value)
         if meta["rule"] and not meta["rule"][0](value):
             raise BadOption(name, meta["rule"][1], value)
+        if kind in (int, float) and isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise BadOption(name, "must be from -2^63 to 2^63 - 1", value)
 
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -313,15 +320,19 @@ def kind_of(field: dataclasses.Field[Any]) -> type:
     return next(a for a in typing.get_args(hint) if a is not type(None)) if isinstance(hint, types.UnionType) else hint
 
 
-def read_yaml(path: str) -> dict[str, Any]:
-    import yaml
+MOST_BYTES = 100_000  # of a YAML file
 
+
+def read_yaml(path: str) -> dict[str, Any]:
+    check_file("config", path)
+    if (size := Path(path).stat().st_size) > MOST_BYTES:
+        raise BadOption("config", f"must have at most {MOST_BYTES:,} bytes ({size:,} found)", path)
     try:
-        values = yaml.safe_load(Path(path).read_text())
+        values = plain_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise BadOption("config", f"must be a file that can be read ({error.strerror})", path) from None
-    except (yaml.YAMLError, UnicodeDecodeError):
-        raise BadOption("config", "must be a YAML file", path) from None
+    except (ValueError, KeyError, OverflowError) as error:  # also a number of 5,000 digits, `!!bool maybe`, and text that is not UTF-8
+        raise BadOption("config", f"must be a YAML file ({shortened(error, 100)})", path) from None
     if not isinstance(values, dict):
         raise BadOption("config", "must hold 'option: value' lines", path)
     # YAML reads 1e-3 as text, and the 0.2 of label_noise as a number.
@@ -354,7 +365,7 @@ def parse(name: str, value: Any) -> Any:
         return value
     try:
         return kind(value)
-    except ValueError:
+    except ValueError:  # also a number of more than 4,300 digits
         raise BadOption(name, f"must be {_KINDS[kind]}", value) from None
 
 

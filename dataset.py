@@ -19,9 +19,11 @@ from inputs.arrays import read_npz
 from inputs.copies import first_copies
 from inputs.downloads import read_adult, read_torchvision, read_wine_quality
 from inputs.folders import read_folder
+from inputs.images import broken
+from inputs.memory import Room, require_room
 from inputs.rows import Data, Source, Split, release, row_blocks
 from inputs.tables import Encoder, Table, read_csv
-from utils import BadOption, Call, Registry, Room, check_file, check_options, fold_in, parse_call, require_room
+from utils import BadOption, Call, Registry, check_file, check_options, fold_in, parse_call, warn
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 FILE_SIZE = 224  # image files have many sizes; the model sees this one unless --resize says otherwise
@@ -42,6 +44,7 @@ def load(
     imbalance: float = 1.0,
     subset: float = 1.0,
     keep_duplicates: bool = False,
+    skip_broken: bool = False,
     fitted: dict[str, Any] | None = None,
     ready: bool = False,
 ) -> Data:
@@ -49,7 +52,7 @@ def load(
     `noisy_val`: label noise in the validation rows too, as real ones have it.
     `ready`: numeric rows are features already and stay as they are. `subset`: the share of training rows that is there at all.
     """
-    source = _with_test_set(_read(name, Path(data_path)))
+    source = _with_test_set(_readable(_read(name, Path(data_path)), name, skip_broken))
     labels, classes = _number_classes(source, name)
     kind = _kind(source.x_train)
     everything = np.arange(len(labels["train"]))
@@ -90,7 +93,8 @@ def load(
         "sha256": fingerprint.of_splits(train, val, test),
         "test_sha256": fingerprint.as_read(source.x_test, labels["test"]),
     }
-    return Data(name, kind, shape, classes, train, val, test, source.flip, fitted, summary)
+    columns = source.x_train.columns if isinstance(source.x_train, Table) else ()
+    return Data(name, kind, shape, classes, train, val, test, source.flip, fitted, summary, columns)
 
 
 # ---------------------------------------------------------------- sources by name
@@ -206,6 +210,27 @@ def _csv(text: str) -> Source:
 
 
 # ---------------------------------------------------------------- splits
+
+
+def _readable(source: Source, name: str, skip: bool) -> Source:
+    """Image files that can't be read are found now, not hours later when it is their turn."""
+    parts = [part for part in ("train", "test", "val") if getattr(source, f"x_{part}") is not None]
+    if _kind(source.x_train) != "files":
+        return source
+    paths = [str(path) for part in parts for path in getattr(source, f"x_{part}")]
+    wrong = broken(paths)
+    if not wrong:
+        return source
+    told = f"{len(wrong):,} of {len(paths):,} images that can't be read, {next(iter(wrong))} ({next(iter(wrong.values()))}) first"
+    if not skip:
+        raise BadOption("dataset", f"has {told}; --skip_broken leaves them out", name)
+    warn(f"skip_broken: {told}; they are left out")
+    kept = {}
+    for part in parts:
+        x, y = np.asarray(getattr(source, f"x_{part}")), np.asarray(getattr(source, f"y_{part}"))
+        whole = np.array([str(path) not in wrong for path in x])
+        kept |= {f"x_{part}": x[whole], f"y_{part}": y[whole]}
+    return replace(source, **kept)
 
 
 def _with_test_set(source: Source) -> Source:

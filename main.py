@@ -15,6 +15,7 @@ import typer
 from typer.models import OptionInfo
 
 import config as flags
+from explain import page
 from utils import BadOption, Halt, interruptible, parse_whole_number, say, shortened
 
 # Read when torch loads. Threads that wait by spinning for long are a little faster alone, and many times slower where another
@@ -22,21 +23,13 @@ from utils import BadOption, Halt, interruptible, parse_whole_number, say, short
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 IGNORED = ("similarity_type", "aggregation_type")
-METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", bool: None}
 
 
-def option(field: dataclasses.Field[Any], topic: str, *, both_ways: bool) -> inspect.Parameter:
+def option(field: dataclasses.Field[Any], *, both_ways: bool) -> inspect.Parameter:
     """A flag as a parameter. Its default is None for Typer: what was not given is left to presets and layers."""
-    meta, kind = field.metadata, flags.kind_of(field)
-    text = meta["help"]
-    if meta["choices"]:
-        text += f": {', '.join(meta['choices'])}"
-    if meta["preset"]:
-        text += " (by data set)"
-    elif field.default not in (None, dataclasses.MISSING) and kind is not bool:
-        text += f" (default: {field.default})"
+    kind = flags.kind_of(field)
     names = f"--{field.name}/--no-{field.name}" if kind is bool and both_ways else f"--{field.name}"
-    info = typer.Option(names, help=text, rich_help_panel=topic.capitalize(), show_default=False, metavar=METAVARS[kind])
+    info = typer.Option(names, help=page.described(field), show_default=False, metavar=page.METAVARS[kind] or None)
     # Numbers arrive as text, so that a wrong one gets our line: flag, rule and value.
     annotation = Annotated[bool | None, info] if kind is bool else Annotated[str | None, info]
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
@@ -170,7 +163,36 @@ def compare(
     return run_comparison(runs or [], typed, Asked(**asked, fail_fast=fail_fast, calibrated=calibrated, dry_run=dry_run))
 
 
-COMMANDS: tuple[Callable[..., Any], ...] = (list_, probe, explain, compare)
+def predict(
+    more: Annotated[list[str] | None, typer.Argument(help="further inputs, as a shell expands *.jpg", metavar="[INPUT]...")] = None,
+    checkpoint: Annotated[Text, typer.Option(help="RUN that predicts; its data set is not needed", metavar="TEXT")] = None,
+    input: Annotated[Text, typer.Option("--input", help="a folder, image files, FILE.npz[:KEY], or FILE.csv", metavar="TEXT")] = None,
+    output: Annotated[Text, typer.Option(help="FILE.csv or FILE.jsonl (default: CSV on standard output)", metavar="TEXT")] = None,
+    confidence: Annotated[str, typer.Option(help="'abstain' where no class is that likely", metavar="FLOAT")] = "0",
+    K: Annotated[str, typer.Option("--K", help="neighbors shown, the heaviest; 0 for none", metavar="INT")] = "5",
+    batch_size: Annotated[Text, typer.Option("--batch_size", help="rows a batch", metavar="INT")] = None,
+    device: Annotated[str, typer.Option(help="where to compute: auto, cpu, cuda, mps", metavar="TEXT")] = "auto",
+    plugin: Plugin = None,
+) -> None:
+    """What a trained model says of images or table rows: class probabilities, neighbors, distance. It needs no data set."""
+    from run.predict import predict as ask
+
+    ask(checkpoint, [*([input] if input else []), *(more or [])], output, confidence, K, batch_size, device, plugin)
+
+
+def export(
+    checkpoint: Annotated[Text, typer.Option(help="RUN to export", metavar="TEXT")] = None,
+    format: Annotated[str, typer.Option(help="onnx, torchscript or safetensors (weights alone)", metavar="TEXT")] = "onnx",
+    output_dir: Annotated[Text, typer.Option("--output_dir", help="for the files (default: RUN/export-FORMAT)", metavar="TEXT")] = None,
+    plugin: Plugin = None,
+) -> None:
+    """Backbone and embedder as one graph that runs without the toolkit, the bank beside it, and a vote in 20 lines of Python."""
+    from run.export import export as write
+
+    write(checkpoint, format, output_dir, plugin)
+
+
+COMMANDS: tuple[Callable[..., Any], ...] = (list_, probe, explain, compare, predict, export)
 YES_NO = {"true", "false", "yes", "no", "on", "off"}
 
 
@@ -211,6 +233,7 @@ def flags_of(command: Callable[..., None]) -> set[str]:
     return {name for name, hint in hints.items() if any(isinstance(part, OptionInfo) for part in getattr(hint, "__metadata__", ()))}
 
 
+NAMES = {command.__name__.rstrip("_"): command for command in COMMANDS}
 OPTIONS = set(flags.FIELDS).union(*map(flags_of, COMMANDS)) - {"runs"}
 
 
@@ -222,8 +245,8 @@ def build_app() -> typer.Typer:
     )
     parameters = [
         inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context),
-        *(option(flags.FIELDS[name], topic, both_ways=True) for name, topic in flags.TOPIC_OF.items()),
-        *(option(f, "output", both_ways=False) for f in dataclasses.fields(flags.Action)),
+        *(option(flags.FIELDS[name], both_ways=True) for name in flags.TOPIC_OF),
+        *(option(f, both_ways=False) for f in dataclasses.fields(flags.Action)),
         *(renamed(old, flags.FIELDS[new]) for old, new in flags.RENAMED.items()),
     ]
     hidden = Annotated[str | None, typer.Option(hidden=True)]
@@ -236,8 +259,8 @@ def build_app() -> typer.Typer:
     signature = inspect.Signature([*typed, *training_flags(set(own))])
     compare.__signature__ = signature  # type: ignore[attr-defined]
     compare.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
-    for command in COMMANDS:
-        app.command(name=command.__name__.rstrip("_"), cls=WithAlternatives if command is compare else None)(command)
+    for name, command in NAMES.items():
+        app.command(name=name, cls=WithAlternatives if command is compare else None)(command)
     return app
 
 
@@ -254,6 +277,11 @@ STOPPED = 130  # Typer's word for Ctrl-C
 
 def _run(words: list[str]) -> int:
     try:
+        text, words = page.answer(words, NAMES)
+        text = text or completion(words)
+        if text is not None:
+            print(text)
+            return 0
         return build_app()(args=words, standalone_mode=False) or 0
     except BadOption as error:
         return fail(f"--{error}" if error.option in OPTIONS else str(error))
@@ -266,8 +294,20 @@ def _run(words: list[str]) -> int:
         return fail(f"{error.strerror or error}: {error.filename or ''}", 1)
     except Exception as error:
         if hasattr(error, "format_message"):  # Typer could not read the command line
-            return fail(error.format_message())
+            message = error.format_message()
+            return fail(page.no_such_command(message, NAMES) if message.startswith("No such command") else message)
         return fail(unexpected(error), 1)
+
+
+def completion(words: list[str]) -> str | None:
+    """The answer to --install-completion [SHELL] and --show-completion; None to anything else."""
+    first, *rest = [word.replace("-", "_") for word in words[:2]] or [""]
+    if first not in ("__install_completion", "__show_completion"):
+        return None
+    from explain import completion
+
+    own = {name: flags_of(command) for name, command in NAMES.items()}
+    return completion.script(own) if first == "__show_completion" else completion.install(rest[0] if rest else None, own)
 
 
 def unexpected(error: Exception) -> str:

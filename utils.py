@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import difflib
 import inspect
-import math
 import os
 import random
 import re
@@ -21,10 +20,11 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 PLUGIN = "plugin_"  # of the names under which users' files are imported
+MOST_SHOWN = 1000  # characters
 WARNINGS: list[str] = []  # of the run that this process makes
 
 
@@ -39,11 +39,19 @@ class BadOption(ValueError):
 
     def __init__(self, option: str, rule: str, value: Any = None) -> None:
         self.option, self.rule, self.value = option, rule, value
-        got = "" if value is None else f", got {value!r}" if isinstance(value, str) else f", got {value}"
-        super().__init__(f"{option} {rule}{got}")
+        super().__init__(f"{option} {rule}" + ("" if value is None else f", got {shown(value)}"))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return BadOption, (self.option, self.rule, self.value)
+
+
+def shown(value: Any) -> str:
+    """A value in a message, cut where it would fill the screen."""
+    try:
+        text = repr(value) if isinstance(value, str) else str(value)
+    except ValueError:  # Python writes no number of more than 4,300 digits
+        text = f"a number of {value.bit_length() * 3 // 10:,} digits"
+    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN // 2]} ... {text[-MOST_SHOWN // 2 :]}"
 
 
 class Halt(RuntimeError):
@@ -201,46 +209,35 @@ def check_file(option: str, path: str | Path) -> None:
         reason = getattr(error, "strerror", None) or error
         raise BadOption(option, f"must be a file that can be read ({reason})", str(path)) from None
     if not stat.S_ISREG(mode):
-        kind = "a folder" if stat.S_ISDIR(mode) else "a pipe" if stat.S_ISFIFO(mode) else "a device or a socket"
-        raise BadOption(option, f"must be a file that can be read (it is {kind})", str(path))
+        kind = "Is a directory" if stat.S_ISDIR(mode) else "it is a pipe" if stat.S_ISFIFO(mode) else "it is a device or a socket"
+        raise BadOption(option, f"must be a file that can be read ({kind})", str(path))
 
 
-class Room(NamedTuple):
-    """Memory that an option's value asks for."""
-
-    option: str
-    value: Any
-    what: str
-    size: float  # bytes
+MOST_DEPTH, MOST_ALIASES = 4, 16  # of a YAML file
 
 
-def require_room(*asked: Room) -> None:
-    """Refuses what memory can't hold, before any of it is taken: the system would end the process, or all others."""
-    free, total = free_memory(), sum(room.size for room in asked)
-    if total <= free:
-        return
-    most = max(asked, key=lambda room: room.size)
-    of = f" of {in_bytes(total)} in all" if len(asked) > 1 else ""
-    rule = f"asks for more memory than the {in_bytes(free)} that are free: {most.what} takes about {in_bytes(most.size)}{of}"
-    raise BadOption(most.option, rule, most.value)
+def plain_yaml(text: str) -> Any:
+    """Text, numbers, true, false, null, and lists of them. Small files can hold references that unfold to gigabytes, and brackets
+    deeper than Python's stack: both are counted before anything is made of them."""
+    import yaml
 
+    class Plain(yaml.SafeLoader):
+        """Dates stay text, and no tag makes anything but what a file without tags can hold."""
 
-def free_memory() -> float:
-    """Bytes that can still be taken, by what the system says; infinite where it does not."""
-    found = [math.inf]
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        found += [1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    with contextlib.suppress(OSError, ValueError):  # of a container; "max" is no number
-        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
-        found += [float(limit - used)]
-    return min(found)
-
-
-def in_bytes(size: float) -> str:
-    """1,234,567,890 as "1.2 GB"."""
-    power = min(5, max(0, int(math.log10(max(size, 1)) / 3)))
-    return f"{size / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB', 'PB')[power]}"
+    kinds = ("null", "bool", "int", "float", "seq", "map", "str")
+    made = {tag: make for tag, make in Plain.yaml_constructors.items() if tag is None or str(tag).rpartition(":")[2] in kinds}
+    resolvers = {key: [r for r in found if not r[0].endswith("timestamp")] for key, found in Plain.yaml_implicit_resolvers.items()}
+    Plain.yaml_constructors, Plain.yaml_implicit_resolvers = made, resolvers
+    try:
+        depth = aliases = 0
+        for event in yaml.parse(text, Plain):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            aliases += isinstance(event, yaml.AliasEvent)
+            if depth > MOST_DEPTH or aliases > MOST_ALIASES:
+                raise ValueError(f"at most {MOST_DEPTH} brackets within each other, and {MOST_ALIASES} references")
+        return yaml.load(text, Plain)
+    except yaml.YAMLError as error:
+        raise ValueError(getattr(error, "problem", None) or "no YAML") from None
 
 
 # ---------------------------------------------------------------- parts by name

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from classifiers.index import (
-    AUTO_FLAT_ROWS,
     BLOCK,
     MISSING,
     ROUNDING,
@@ -32,6 +31,7 @@ from classifiers.index import (
     gathered,
     integers,
     kept,
+    most_flat,
     rank,
     recipe,
     scan,
@@ -241,7 +241,7 @@ class Bank:
         text = recipe(self.kind, self._size, self.dim)
         if text and (self._proposer is None or not self._proposer.serves(text, self._size)):
             if self.kind == "auto":
-                say(f"bank: {text} ({self._size:,} rows; flat below {AUTO_FLAT_ROWS:,})")
+                say(f"bank: {text} ({self._size:,} rows; flat up to {most_flat(self.dim):,})")
             self._proposer = Proposer(text, self.embeddings)
 
     def _exact(self, rows: Tensor, squared: Tensor, k: int, banned: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,11 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from classifiers.factory import check_factory
 from utils import BadOption, did_you_mean, say, shortened
 
 KINDS = ("auto", "flat", "ip", "hnsw", "ivf", "ivfpq")
 MISSING = -1  # index of a neighbor that does not exist
-AUTO_FLAT_ROWS, AUTO_HNSW_ROWS = 100_000, 1_000_000  # auto is flat below the first, HNSW up to the second, then IVF
+# auto is flat as long as 10,000 queries take a minute: two cores do 20 billion products of numbers a second, and what a scan does beside
+# them, keeping the nearest, takes as long as 32 dimensions more.
+AUTO_FLAT = 60 * 20_000_000_000 // 10_000  # rows x (dimensions + 32)
 SMALLEST_INDEX = 256  # rows, below which the named approximate kinds look at every row
 ENOUGH = 39  # rows for a centroid: FAISS warns below that
 BLOCK = 1 << 18  # numbers in a temporary of the ranking: they stay in the cache
@@ -176,10 +179,15 @@ def kept(labels: Tensor, births: Tensor, cap: int, evict: str) -> Tensor:
     return stays
 
 
+def most_flat(dim: int) -> int:
+    """Rows up to which auto looks at each of them."""
+    return AUTO_FLAT // (dim + 32)
+
+
 def recipe(kind: str, rows: int, dim: int) -> str:
     """The FAISS factory string of a kind for so many rows; "" where every row is looked at."""
-    if kind == "auto":
-        kind = "flat" if rows < AUTO_FLAT_ROWS else "hnsw" if rows <= AUTO_HNSW_ROWS else "ivf"
+    if kind == "auto":  # lists, but fewer than ivf: training them would take longer than searching every row
+        return "" if rows <= most_flat(dim) else f"IVF{math.isqrt(rows)},Flat"
     if kind in ("flat", "ip") or (kind in KINDS and rows < SMALLEST_INDEX):
         return ""
     lists = max(1, min(int(4 * math.sqrt(rows)), rows // ENOUGH))
@@ -288,7 +296,8 @@ class Proposer:
         except RuntimeError as error:
             raise BadOption("index", f"cannot be built over {len(rows)} rows ({_reason(error)})", text) from None
         self.lists = faiss.try_extract_index_ivf(self.index)
-        self.graph = faiss.downcast_index(self.index) if text.startswith("HNSW") else None
+        graph = faiss.downcast_index(self.index)
+        self.graph = graph if hasattr(graph, "hnsw") else None
 
     def add(self, rows: Tensor, slots: Tensor) -> None:
         self.slot_of[torch.isin(self.slot_of, slots)] = MISSING
@@ -338,6 +347,7 @@ def check_kind(kind: str, dim: int, rows: int | None = None) -> None:
     rule = f"must be one of {', '.join(KINDS)} or a FAISS factory string"
     if not kind.strip():
         raise BadOption("index", rule, kind)
+    check_factory(kind, dim, rule + did_you_mean(kind, KINDS))
     try:
         load_faiss().index_factory(dim, kind)
     except RuntimeError as error:

@@ -21,7 +21,7 @@ from classifiers.predictors import HeadPredictor, Interpolation, Predictor, Vote
 from classifiers.prior import Prior
 from classifiers.retrieved import BLOCK, Block, Retrieved
 from classifiers.values import TabrValues
-from classifiers.weights import WEIGHTS, Weigh
+from classifiers.weights import WEIGHTS, Weigh, check_temperature, softmax_cosine
 from utils import BadOption, check_options, one_of, parse_call, whole_numbers
 
 
@@ -196,6 +196,8 @@ def weights_of(text: str) -> tuple[str, Weigh]:
     call = parse_call(text, "vote")
     weigh = WEIGHTS[call.name]
     check_options(call.name, weigh, call.options)
+    if weigh is softmax_cosine and call.options:
+        check_temperature(call.options["temperature"])
     return call.name, functools.partial(weigh, **call.options) if call.options else weigh
 
 

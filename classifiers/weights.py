@@ -53,9 +53,17 @@ def softmax_cosine(
     temperature: float | Tensor = DINO_TEMPERATURE,
 ) -> Tensor:
     """Softmax of the cosine over a temperature (DINO: 0.07, with k = 20)."""
+    if not isinstance(temperature, Tensor):
+        check_temperature(temperature)
     neighbors = neighbors if mask is None else neighbors.masked_fill(~mask[..., None], 0)
     cosine = nn.functional.cosine_similarity(query.float()[:, None], neighbors.float(), dim=2)
     return masked_softmax(cosine / temperature, mask)
+
+
+def check_temperature(value: float | Tensor) -> None:
+    """Below 0 the farthest neighbor would count most; near 0 or infinity nothing is left of the cosine."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-4 <= value <= 1e4:
+        raise BadOption("vote", "takes a number from 0.0001 to 10,000 as the temperature of softmax-cosine", value)
 
 
 # ---------------------------------------------------------------- probabilities

@@ -12,7 +12,7 @@ from classifiers.neighbor_heads import NeighborHead
 from classifiers.retrieved import BLOCK, Block, Retrieved
 from explain.subject import Picked
 from inputs.rows import Batch
-from run.load import Loaded
+from run.loaded import Loaded
 from run.prepare import prepare_loaded
 from utils import BadOption
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 
 import layers
 from classifiers import HEADS
+from classifiers.weights import WEIGHTS
 from dataset import DATASETS, PREFIXES
 from evaluation.cost import ROUNDS, gflops, load, load_of, parameters, rows_per_second
 from inputs.arrays import read_npz
@@ -32,6 +35,8 @@ def show(
     what: str, pattern: str, plugin: str | None, *, d_hidden: int, num_heads: int, image_size: int, patch_size: int, batch_size: int
 ) -> None:
     load_plugin(plugin)
+    if plugin:
+        show_added(plugin)
     one_of("WHAT", what, (*KINDS, "all"))
     if image_size % patch_size:
         raise BadOption("patch_size", f"must divide the image size ({image_size})", patch_size)
@@ -45,6 +50,30 @@ def show(
         if what in (kind, "all"):
             part()
             print()
+
+
+def show_added(plugin: str) -> None:
+    """What a user's file registered, each with its options; below, these stand among the others."""
+    own = f"PLUGIN {Path(plugin).name} adds"
+    print(own if (added := added_by(plugin)) else f"{own} nothing: no part is registered in it")
+    for kind, name, part in added:
+        options = ", ".join(f"{k}={v!r}" for k, v in options_of(part).items())
+        print(f"  {kind} {name}: {first_line(part)}" + (f"\n    {options}" if options else ""))
+    print()
+
+
+def added_by(plugin: str) -> list[tuple[str, str, Any]]:
+    """Kind, name and part."""
+    of_kind: dict[str, Any] = {"layer": layers.LAYERS, "model": MODELS, "head": HEADS, "vote": WEIGHTS, "data set": DATASETS}
+    file = Path(plugin).resolve()
+    parts = [(kind, name, registry[name]) for kind, registry in of_kind.items() for name in registry]
+    return [(kind, name, part) for kind, name, part in parts if file_of(part) == file]
+
+
+def file_of(part: Any) -> Path | None:
+    """Where a part is defined."""
+    file = getattr(sys.modules.get(getattr(part, "__module__", "")), "__file__", None)
+    return Path(file).resolve() if file else None
 
 
 def cost_of(module: nn.Module, x: torch.Tensor) -> str:

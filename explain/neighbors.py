@@ -19,7 +19,7 @@ from explain.cases import Case, Votes, read_votes, short
 from explain.draw_neighbors import draw_neighbors
 from explain.subject import Picked, make_folder, name_of, pick_image, pixels_of, read_run, row_of
 from inputs import store
-from run.load import Loaded
+from run.loaded import Loaded
 from utils import parse_whole_number
 
 SHOWN, MOST_SHOWN = 8, 100  # neighbors of a query

@@ -12,7 +12,7 @@ from explain.subject import make_folder, read_published, rows_of
 from inputs import store
 from models.probe import Count, KRow, accuracy_by_k
 from run.directory import check_writable
-from run.load import load
+from run.loaded import load
 from run.saved import run_of
 from training.checkpoint import find
 from utils import BadOption, parse_whole_number, say

@@ -20,7 +20,7 @@ from inputs.images import eight_bit
 from inputs.rows import Data, Split
 from run.complete import complete
 from run.directory import check_writable
-from run.load import Loaded, load
+from run.loaded import Loaded, load
 from run.parts import build_model, choose_device, load_data, loader, with_published_normalization
 from run.plugin import load_plugin
 from run.saved import run_of

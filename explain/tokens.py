@@ -19,7 +19,7 @@ from inputs import store
 from layers import TokenMixer
 from layers.attention_map import Note, noted
 from models.swap import find_attention, swap_attention, token_context
-from run.load import Loaded
+from run.loaded import Loaded
 from utils import BadOption, parse_whole_number, say
 
 TABLE_IMAGES = 64  # the table is a mean over so many test images

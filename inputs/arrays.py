@@ -11,8 +11,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from inputs.memory import Room, require_room
 from inputs.rows import Source, release, row_blocks
-from utils import BadOption, Room, check_file, require_room, say
+from utils import BadOption, check_file, say
 
 NAMES = ("x_train", "y_train", "x_test", "y_test", "x_val", "y_val")
 CHECKED = 1 << 20  # bytes of a member whose checksum is computed at once

@@ -125,6 +125,11 @@ class Batches(AnyBatches):
         finally:
             streamed = None  # stops the workers now; after an error they would wait for the garbage collector, 5 s each
 
+    def prepared(self, x: Tensor, rows: np.ndarray) -> Tensor:
+        """Rows that are not of the split, uint8 images or encoded rows of a table, as the model reads them: as if the split had them
+        at `rows`."""
+        return self._finish(self._viewed(x.to(self.device), rows), rows, 0)
+
     @property
     def mirrored(self) -> bool:
         return self.view == 1 and self.data.flip

@@ -16,7 +16,10 @@ from inputs.tables import Table, read_csv, typed_columns
 from utils import BadOption, shortened
 
 ADULT_COLUMNS = 15  # the last is the target
-NAMES = [f"{number}" for number in range(1, ADULT_COLUMNS)]
+ADULT_NAMES = [  # UCI's files have no header
+    *("age", "workclass", "fnlwgt", "education", "education-num", "marital-status", "occupation", "relationship", "race", "sex"),
+    *("capital-gain", "capital-loss", "hours-per-week", "native-country"),
+]
 
 
 @contextlib.contextmanager
@@ -70,7 +73,8 @@ def read_torchvision(root: Path, dataset: str, files: str, **options: Any) -> So
     except BadOption:
         raise
     except (RuntimeError, OSError, ValueError, AssertionError) as error:  # the last two: a file cut short
-        rule = f"must hold {files}, and they could not be downloaded ({shortened(error, 80) or 'damaged'})"
+        reason = shortened(error, 80) or "damaged"
+        rule = f"must hold {files}, and they could not be downloaded ({reason}); arrays of your own do as well: --dataset npz:FILE"
         raise BadOption("data_path", rule, str(root)) from None
     x_train, y_train, x_test, y_test = (np.asarray(a) for a in (train.data, train.targets, test.data, test.targets))
     return Source(x_train, y_train, x_test, y_test, classes=tuple(train.classes), **options)
@@ -97,7 +101,7 @@ def read_adult(root: Path) -> tuple[Table, np.ndarray, Table, np.ndarray] | tupl
         parts.append(rows)
     both = [*parts[0], *parts[1]]
     # Columns are typed over both files, fitted on the training split.
-    table = typed_columns(list(zip(*both, strict=True))[:-1], NAMES, str(root))
+    table = typed_columns(list(zip(*both, strict=True))[:-1], ADULT_NAMES, str(root))
     labels = np.array([row[-1] for row in both])
     n = len(parts[0])
     return table[:n], labels[:n], table[n:], labels[n:]
@@ -113,7 +117,7 @@ def read_wine_quality(root: Path) -> tuple[Table, np.ndarray]:
         parts = [_openml(f"wine-quality-{color}", 1, where, root) for color in ("red", "white")]
     color = np.repeat(["red", "white"], [len(labels) for _, labels in parts])
     numbers = np.concatenate([table.numbers for table, _ in parts])
-    return Table(numbers, color[:, None]), np.concatenate([labels for _, labels in parts])
+    return Table(numbers, color[:, None], columns=[*parts[0][0].columns, "color"]), np.concatenate([labels for _, labels in parts])
 
 
 def _openml(name: str, version: int, files: str, root: Path) -> tuple[Table, np.ndarray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,9 @@ def read_folder(path: str, option: str = "dataset") -> Source:
 
 def _list_images(root: Path, option: str, classes: tuple[str, ...] | None = None) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
     found = sorted(p.name for p in root.iterdir() if p.is_dir()) if root.is_dir() else []
-    files = [(str(f), c) for c in found for f in sorted((root / c).rglob("*")) if f.suffix.lower() in IMAGE_FILES]
+    for c in found:
+        _check_name(root / c, option)
+    files = [(_check_name(f, option), c) for c in found for f in sorted((root / c).rglob("*")) if f.suffix.lower() in IMAGE_FILES]
     if not files:
         raise BadOption(option, f"must hold CLASS/*{{{', '.join(IMAGE_FILES)}}} or train/CLASS/ and val/CLASS/", str(root))
     names = classes or tuple(sorted({c for _, c in files}))
@@ -33,3 +36,12 @@ def _list_images(root: Path, option: str, classes: tuple[str, ...] | None = None
         raise BadOption(option, f"has classes that its train folder lacks: {', '.join(strangers[:5])}", str(root))
     number = {c: i for i, c in enumerate(names)}
     return np.array([f for f, _ in files]), np.array([number[c] for _, c in files]), names
+
+
+def _check_name(path: Path, option: str) -> str:
+    """Names are kept as text, in files and in what is printed."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise BadOption(option, "has a file whose name is not UTF-8", os.fsencode(path).decode("utf-8", "replace")) from None
+    return str(path)

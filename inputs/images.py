@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from utils import BadOption, uniforms
+from utils import BadOption, check_file, uniforms
 
 CROP_SCALE, CROP_RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 VIEW_SCALE = (0.6, 1.0)  # gentler than training's: a view has to show what the label names
@@ -75,13 +77,39 @@ class _Files(Dataset[Any]):
                 image = eight_bit(file).convert("RGB")
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # what Pillow raises for a damaged file
             return BadOption("dataset", f"has an image that can't be read ({type(error).__name__})", str(self.paths[row]))
-        crop = self.crop
-        draws = uniforms(crop.seed if crop else 0, [row], 5)[0]
-        box = random_box(image.size, draws, crop.scale) if crop else center_box(image.size)
-        image = image.resize((self.side, self.side), Image.Resampling.BILINEAR, box=box, reducing_gap=3.0)
-        if crop and crop.flip and draws[4] < 0.5:
-            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        return torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1)
+        return torch.from_numpy(square(image, self.side, self.crop, row))
+
+
+def square(image: Any, side: int, crop: Crop | None = None, row: int = 0) -> np.ndarray:
+    """An RGB image of Pillow's, cropped and resized: (3, S, S) uint8."""
+    from PIL import Image
+
+    draws = uniforms(crop.seed if crop else 0, [row], 5)[0]
+    box = random_box(image.size, draws, crop.scale) if crop else center_box(image.size)
+    image = image.resize((side, side), Image.Resampling.BILINEAR, box=box, reducing_gap=3.0)
+    if crop and crop.flip and draws[4] < 0.5:
+        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
+
+
+def broken(paths: Sequence[str]) -> dict[str, str]:
+    """Files that no image can be read from, each with the reason, as far as a file tells before its pixels: kind, size and mode."""
+    with ThreadPoolExecutor(8) as pool:  # most of the time goes into waiting for the disk
+        reasons = pool.map(_reason, paths)
+        return {path: reason for path, reason in zip(paths, reasons, strict=True) if reason}
+
+
+def _reason(path: str) -> str:
+    from PIL import Image
+
+    try:
+        check_file("dataset", path)
+        with warnings.catch_warnings(action="ignore"), Image.open(path) as file:
+            if file.mode == "F":
+                return "float pixels have no known range"
+            return "" if min(file.size) > 0 else f"its size is {file.size}"
+    except Exception as error:  # Pillow's readers raise what they stumble over, struct.error and KeyError too
+        return "no plain file" if isinstance(error, BadOption) else type(error).__name__
 
 
 def eight_bit(file: Any) -> Any:

@@ -57,6 +57,7 @@ class Data:
     flip: bool
     fitted: dict[str, Any]  # what was fitted on the training split: mean and std, or the table encoder
     summary: dict[str, Any] = field(default_factory=dict)  # counts and a hash of the rows, recorded in the run
+    columns: tuple[str, ...] = ()  # of a table: numbers, then categories; empty where they have no names
 
     @property
     def num_classes(self) -> int:

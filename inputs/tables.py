@@ -10,18 +10,24 @@ from typing import Any
 import numpy as np
 
 from inputs.columns import MISSING, Categories, categories_of, check_size, numbers_of, read_columns, text_of
+from inputs.memory import Room, require_room
 from inputs.rows import release
-from utils import BadOption, Room, require_room, say
+from utils import BadOption, say
 
 UNLABELED = ("", "?")  # a class may well be named none
 AT_ONCE = 1 << 18  # numbers that are standardized at once
 
 
 class Table:
-    """Columns of numbers (N, a), NaN where missing, and of categories (N, b) as text. Some rows of a table share its memory."""
+    """Columns of numbers (N, a), NaN where missing, and of categories (N, b) as text. Some rows of a table share its memory.
 
-    def __init__(self, numbers: np.ndarray, categories: np.ndarray, rows: np.ndarray | None = None) -> None:
-        self._numbers, self._categories, self._rows = numbers, categories, rows
+    `columns`: what they are called, in this order; empty where they have no names.
+    """
+
+    def __init__(
+        self, numbers: np.ndarray, categories: np.ndarray, rows: np.ndarray | None = None, *, columns: Sequence[str] = ()
+    ) -> None:
+        self._numbers, self._categories, self._rows, self.columns = numbers, categories, rows, tuple(columns)
 
     @staticmethod
     def of(x: Table | np.ndarray) -> Table:
@@ -57,7 +63,7 @@ class Table:
 
     def __getitem__(self, rows: Any) -> Table:
         chosen = np.arange(len(self._numbers)) if self._rows is None else self._rows
-        return Table(self._numbers, self._categories, chosen[rows])
+        return Table(self._numbers, self._categories, chosen[rows], columns=self.columns)
 
 
 @dataclass(frozen=True)
@@ -131,12 +137,12 @@ def read_csv(path: Path, target: str) -> tuple[Table, np.ndarray]:
     if odd := sorted({level for level in levels if level.lower() in MISSING}):
         say(f"dataset: {target!r} is {' or '.join(map(repr, odd))} in some rows; that is a class like the others ({path})")
     text = _as_text(found.categories, found.textual, len(found.numbers), str(path))
-    return Table(found.numbers, text), np.array(levels)[found.target.codes]
+    return Table(found.numbers, text, columns=[*found.numeric, *found.textual]), np.array(levels)[found.target.codes]
 
 
 def typed_columns(columns: Sequence[Any], names: Sequence[str], source: str) -> Table:
     """Each column as numbers where all of it can be read so, as categories otherwise."""
-    numbers, categories, textual = [np.empty((len(columns[0]), 0))], [], []
+    numbers, categories, numeric, textual = [np.empty((len(columns[0]), 0))], [], list[str](), list[str]()
     for name, column in zip(names, columns, strict=True):
         text = text_of(column)
         found = numbers_of(text)
@@ -146,7 +152,9 @@ def typed_columns(columns: Sequence[Any], names: Sequence[str], source: str) -> 
         else:
             check_size(found, name, source)
             numbers.append(found[:, None])
-    return Table(np.concatenate(numbers, axis=1), _as_text(categories, textual, len(columns[0]), source))
+            numeric.append(name)
+    text = _as_text(categories, textual, len(columns[0]), source)
+    return Table(np.concatenate(numbers, axis=1), text, columns=[*numeric, *textual])
 
 
 def _as_text(columns: Sequence[Categories], names: Sequence[str], rows: int, source: str) -> np.ndarray:

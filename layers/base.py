@@ -106,4 +106,8 @@ def check_neighbors(K: int, tokens: int | None) -> None:
 
 def count_tokens(grid: tuple[int, int] | None, num_prefix_tokens: int) -> int | None:
     """How many tokens the layer will see, if it was told the grid."""
+    whole_number("num_prefix_tokens", num_prefix_tokens, 0)
+    sides = grid if isinstance(grid, tuple | list) else ()
+    if grid is not None and (len(sides) != 2 or not all(type(side) is int and side > 0 for side in sides)):
+        raise BadOption("grid", "must be (rows, columns), whole numbers of at least 1", grid)
     return None if grid is None else grid[0] * grid[1] + num_prefix_tokens

@@ -135,8 +135,11 @@ class ConvNNAttention(TokenMixer):
             score = L.similarity(dot, q, self.magnitude_type, self.scale)
             return index, L.rank_weights(score, self.magnitude_type, self.softmax_topk_val)
         others = min(self.K - 1, len(candidates))
-        dot, column = L.nearest(q, k[:, :, candidates], others, own=candidates)  # (B, H, N, others)
         place = torch.arange(n, device=q.device).expand(*q.shape[:2], n).unsqueeze(-1)  # (B, H, N, 1)
+        if others:
+            dot, column = L.nearest(q, k[:, :, candidates], others, own=candidates)  # (B, H, N, others)
+        else:  # K = 1: each token reads itself
+            dot, column = q[..., :0], place[..., :0]
         unfilled = self.K - 1 - others  # fewer candidates than ranks: the token itself stands in, with no weight
         index = torch.cat([place, candidates[column], place.expand(-1, -1, -1, unfilled)], -1)  # (B, H, N, K)
         missing = index == place

@@ -68,6 +68,11 @@ def _blocks(groups: int, rows: int, columns: int) -> list[tuple[slice, slice]]:
     return [(slice(g, g + 1), slice(n, min(n + step, rows))) for g in range(groups) for n in range(0, rows, step)]
 
 
+def up_to(ordered: Tensor, values: Tensor) -> Tensor:
+    """How many numbers of each sorted row (..., K) are at most as large as each of its values (..., S)."""
+    return torch.searchsorted(ordered, values, right=True)
+
+
 @torch.library.custom_op("neighbors::nearest", mutates_args=(), schema="(Tensor q, Tensor k, int K, Tensor? own) -> (Tensor, Tensor)")
 def nearest(q: Tensor, k: Tensor, K: int, own: Tensor | None) -> tuple[Tensor, Tensor]:
     """The K columns with the largest q . k of each row, best first: scores and index, both (G, N, K).

@@ -10,6 +10,7 @@ from einops import rearrange
 from torch import Tensor
 
 from layers import functional as L
+from layers.base import count_tokens
 from layers.sparse import MaskedAttention
 from utils import BadOption, one_of, whole_number
 
@@ -52,8 +53,9 @@ class NeighborhoodAttention(MaskedAttention):
         self.K, self.window_dims, self.dilation, self.backend, self.grid = K, window_dims, dilation, backend, grid
         self._check_dropout(self.attn_drop.p)
         self.prefix, self.num_prefix_tokens = prefix, num_prefix_tokens if prefix == "global" else 0
-        if grid is not None:
-            self.window_shape(grid[0] * grid[1] + num_prefix_tokens)
+        count = count_tokens(grid, num_prefix_tokens)
+        if count is not None:
+            self.window_shape(count)
 
     def window_shape(self, tokens: int) -> tuple[int, ...]:
         """The sides of what the window moves over: (patches,) or (rows, columns). Raises if the window does not fit."""

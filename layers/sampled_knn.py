@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from layers import functional as L
+from layers import kernels
 from layers.base import TokenMixer, check_neighbors, count_tokens
 from utils import whole_number
 
@@ -59,7 +60,7 @@ class SampledKnnAttention(TokenMixer):
         # The u-th of the others comes after as many of the top K as have at most u others before them.
         others_before = index.sort().values - torch.arange(self.K, device=device)  # (B, H, N, K)
         places = places.expand(b, -1, -1, -1).contiguous()
-        return places + torch.searchsorted(others_before, places, right=True)
+        return places + kernels.up_to(others_before, places)
 
     def neighbors(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Top K and sample, and their weights: both (B, H, N, K + samples)."""

@@ -9,7 +9,7 @@ from torch import nn
 
 from models.registry import ModelSpec
 from models.swap import swap_attention
-from models.weights import load_matching, read_shapes, tell_matches
+from models.weights import check_values, load_matching, read_shapes, tell_matches
 from utils import BadOption, did_you_mean, say, shortened
 
 SMALL_IMAGE = 64  # up to this side a ResNet gets the CIFAR stem
@@ -57,6 +57,7 @@ def timm_backbone(spec: ModelSpec) -> nn.Module:
     }
     model: Any = _create(short, wanted, {"img_size", "drop_rate", "attn_drop_rate"})
     if "pretrained_cfg_overlay" in weights:  # timm passes over names that a file without a classifier lacks
+        check_values(model.state_dict(), str(spec.pretrained))
         tell_matches(set(model.state_dict()), set(read_shapes(str(spec.pretrained))), str(spec.pretrained))
     if max(height, width) <= SMALL_IMAGE and _give_cifar_stem(model):
         say(f"{spec.name}: CIFAR stem (3 x 3 convolution of stride 1, no pooling) for images of {height} x {width}")

@@ -55,7 +55,7 @@ class VisionTransformer(nn.Module):
     def tokens(self, x: Tensor) -> Tensor:
         """The input of the first block: (B, 1 + h * w, dim)."""
         patches = self.patch_norm(rearrange(self.patch_embed(x), "b c h w -> b (h w) c"))
-        cls = self.cls_token.expand(len(x), -1, -1)
+        cls = self.cls_token.expand(x.shape[0], -1, -1)
         return self.pos_drop(torch.cat((cls, patches), 1) + self.pos_embed)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -80,6 +80,8 @@ def without_effect(values: Mapping[str, Any], data: Data) -> list[tuple[str, dic
         of_model |= default(("layer", "patch_size", "num_heads", "attention_dropout", *flags.LAYER_OPTIONS))
     if model == "identity":
         of_model |= default(("num_layers", "d_hidden", "d_mlp", "lr_backbone"))
+    if data.kind != "files":
+        of_model |= {"skip_broken": False}
     found: list[tuple[str, dict[str, Any]]] = [(f"--model {model} on {data.kind} rows", of_model)]
     if model not in ("mlp", "identity"):
         found += [(f"--layer {values['layer']}", default(idle_layer_options(values["layer"])))]

@@ -26,6 +26,7 @@ from run.checks import rows_in_bank
 from run.pairing import paired
 from run.plugin import digest_of as digest_of_plugin
 from run.provenance import versions
+from run.reading import reading_of
 from utils import WARNINGS, BadOption, options_of, say, seed_everything, warn, whole_numbers
 
 ALL = frozenset(FIELDS)
@@ -124,6 +125,7 @@ def build_model(config: Config, data: Data, device: torch.device, *, trained: bo
         "classes": list(data.classes),
         "shape": list(data.shape),
         "fitted": data.fitted,
+        "reading": reading_of(data),
         "data": data.summary,
         "versions": versions(),
         "threads": torch.get_num_threads(),

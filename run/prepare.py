@@ -20,7 +20,7 @@ from evaluation.continual import Growth
 from evaluation.evaluator import Evaluator, leave_one_out
 from inputs.batches import AnyBatches, Sets
 from inputs.rows import Data
-from run.load import Loaded
+from run.loaded import Loaded
 from run.parts import Kept, loaders
 from run.saved import saved_config
 from training import checkpoint

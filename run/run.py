@@ -19,7 +19,7 @@ from run.checks import check_evaluation, check_neighbors, check_validation, warn
 from run.complete import complete
 from run.directory import ERROR, RESULTS, RunDirectory, adopt, again, check_writable, default_name, files_of, look, new, opened
 from run.finish import Parts, finish, measure, rows_for_ood, watched
-from run.load import load
+from run.loaded import load
 from run.parts import choose_device, dry_run, load_data, with_published_normalization
 from run.plugin import digest_of, load_plugin, load_plugin_of
 from run.prepare import prepare_loaded

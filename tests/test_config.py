@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+import os
+import time
 from typing import Any
 
 import pytest
@@ -43,17 +46,27 @@ def resolve(given: dict[str, Any], shape: tuple[int, ...]) -> Config:
         ("seed", 2**63, f"must be from 0 to 2^63 - 1, got {2**63}"),
         ("augment", 1, "must be true or false, got 1"),
         ("layer", 3, "must be text, got 3"),
+        ("pretrained", "", "must not be empty, got ''"),  # trained from scratch, without a word
         ("optimizer", "adamm", "must be one of adam, sgd, adamw (did you mean 'adam'?), got 'adamm'"),
         ("criterion", "crossentropy", "must be one of CrossEntropy, MSE (did you mean 'CrossEntropy'?), got 'crossentropy'"),
         ("batchsize", 3, "is not an option (did you mean 'batch_size'?)"),
         ("K ", 3, "is not an option"),
         ("stop_after", 0, "must be at least 1, got 0"),
+        ("num_epochs", 2**63, f"must be from -2^63 to 2^63 - 1, got {2**63}"),
+        ("lr", 10**400, "must be from -2^63 to 2^63 - 1, got 1000000"),
+        ("memory_update_freq", 1e308, "must be from 1e-6 to 1e6, got 1e+308"),
+        ("memory_update_freq", 5e-324, "must be from 1e-6 to 1e6, got 5e-324"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_rule(option, value, rule):
     with pytest.raises(BadOption) as caught:
         check({"num_epochs": 3, option: value}, *TOPICS.values(), Action)
     assert str(caught.value).startswith(f"{option} {rule}")
+
+
+def test_a_number_that_python_does_not_write_is_refused_all_the_same():
+    with pytest.raises(BadOption, match=r"^num_epochs must be from .* got a number of 11,99"):
+        check({"num_epochs": 16**9999})
 
 
 def test_the_edges_of_the_rules_are_allowed():
@@ -186,7 +199,7 @@ def test_yaml_numbers_as_people_write_them(tmp_path):
         ("lr: .inf", "lr must be a number, got inf"),
         ("lr: 1e999", "lr must be a number, got inf"),
         ("batch_size: 2.5", "batch_size must be a whole number, got 2.5"),
-        ("batch_size: 2020-01-02", "batch_size must be a whole number, got 2020-01-02"),
+        ("batch_size: 2020-01-02", "batch_size must be a whole number, got '2020-01-02'"),
         ("batch-sizes: 3", "batch-sizes is not an option (did you mean 'batch_size'?)"),
         ("resume: run", "resume is not an option"),
         ("7: 3", "7 is not an option"),
@@ -228,3 +241,52 @@ def test_yaml_that_is_not_there(tmp_path):
         read_yaml(str(tmp_path / "none.yaml"))
     with pytest.raises(BadOption, match=r"^config must be a file that can be read \(Is a directory\)"):
         read_yaml(str(tmp_path))
+
+
+BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(f"{b}: &{b} [{','.join(['*' + a] * 9)}]\n" for a, b in itertools.pairwise("abcdefghi"))
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("lr: !!int abc", "config must be a YAML file"),
+        ("augment: !!bool perhaps", "config must be a YAML file"),
+        ("lr: !!python/object/apply:os.getcwd []", "config must be a YAML file (could not determine a constructor"),
+        ("lr: 2020-01-02", "lr must be a number, in "),
+        ("dataset: 2020-01-02\nlr: 2020-01-02 10:00:00", "lr must be a number, in "),
+        ("num_epochs: " + "9" * 5000, "config must be a YAML file (Exceeds the limit"),
+        ("num_epochs: 0x" + "f" * 5000, "num_epochs must be from -2^63 to 2^63 - 1, in "),
+        ("lr: " + "9" * 300 + ".e+99", "lr must be a number"),
+        ("K: " + "[" * 5000, "config must be a YAML file (at most 4 brackets within each other"),
+        ("K: " + "[" * 5000 + "]" * 5000, "config must be a YAML file (at most 4 brackets within each other"),
+        ("K:\n" + "".join("  " * (i + 1) + "a:\n" for i in range(200)), "config must be a YAML file (at most 4 brackets"),
+        (BOMB, "config must be a YAML file (at most 4 brackets within each other, and 16 references)"),
+        ("&a a: *a\n" * 6000, "config must be a YAML file"),
+        ("lr: &a [1, *a]", "lr must be a number, in "),
+        ("lr: {a: [1]}", "lr must be a number, in "),
+        ("? [a]\n: 1", "config must be a YAML file"),
+        ("lr: 1\x00", "config must be a YAML file"),
+        ("#" * 100_001, "config must have at most 100,000 bytes (100,001 found)"),
+    ],
+)
+def test_a_yaml_file_that_would_harm_ends_in_a_line_at_once(text, rule, tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text(text)
+    started = time.perf_counter()
+    with pytest.raises(BadOption) as caught:
+        read_yaml(str(file))
+    assert str(caught.value).startswith(rule)
+    assert len(str(caught.value)) < 2000
+    assert time.perf_counter() - started < 5  # the bombs took 25 s and gigabytes
+
+
+def test_references_and_dates_as_text_are_read(tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text("base: &b {lr: 0.5, K: 3}\n".replace("base: &b", "<<: &b") + "model: &m vit\nhead: *m\ndataset: 2020-01-02\n")
+    assert read_yaml(str(file)) == {"lr": 0.5, "K": 3, "model": "vit", "head": "vit", "dataset": "2020-01-02"}
+
+
+def test_a_pipe_as_a_file_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(BadOption, match=r"^config must be a file that can be read \(it is a pipe\)"):
+        read_yaml(str(tmp_path / "pipe"))

@@ -14,8 +14,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from config import FIELDS
 from layers import LAYERS
-from main import main
+from main import NAMES, flags_of, main
 from utils import options_of
 
 ROOT = Path(__file__).parent.parent
@@ -244,18 +245,84 @@ def test_final_table(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert word in out
 
 
-def test_help_is_grouped_and_fits() -> None:
-    """All flags, in panels, within 100 columns; and torch is not loaded for it."""
-    environment = {**os.environ, "COLUMNS": "100", "TERMINAL_WIDTH": "100", "NO_COLOR": "1"}
-    code = "import sys, main; code = main.main(['--help']); print('torch' in sys.modules or 'timm' in sys.modules); sys.exit(code)"
-    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
-    lines = shown.splitlines()
-    assert lines[-1] == "False"
-    assert max(map(len, lines)) <= 100
-    for panel in ("Model", "Layers", "Head", "Data", "Training", "Evaluation", "System", "Output"):
-        assert f"─ {panel} ─" in shown
+def shown(*words: str) -> list[str]:
+    """What a fresh process prints at 80 columns; torch is not loaded for it."""
+    environment = {**os.environ, "COLUMNS": "80", "TERMINAL_WIDTH": "80", "NO_COLOR": "1"}
+    code = f"import sys, main; code = main.main({list(words)}); print('torch' in sys.modules or 'timm' in sys.modules); sys.exit(code)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    *lines, loaded = done.stdout.splitlines()
+    assert loaded == "False"
+    assert max(map(len, lines)) <= 80
+    return lines
+
+
+def test_help_fits_a_screen() -> None:
+    """What it does, the flags that people start with, five examples, the commands, and where the rest is."""
+    lines = shown("--help")
+    assert 24 <= len(lines) <= 40
+    text = "\n".join(lines)
+    assert lines[0].startswith("Neighbor attention in Vision Transformers")
+    assert len(re.findall(r"^  --\w+ [A-Z]+ +\S", text, re.MULTILINE)) == 10
+    assert len(re.findall(r"^  python main\.py", text, re.MULTILINE)) == 5
+    for name in NAMES:
+        assert re.search(rf"^  {name} +\S", text, re.MULTILINE), name
+    assert "--help-all" in text
+    assert "--install-completion" in text
+    assert shown("help") == shown("--lr", "3", "-h") == lines
+
+
+def test_all_flags_are_in_their_topics_and_none_is_cut() -> None:
+    text = "\n".join(shown("--help-all"))
+    for topic in ("Model", "Layers", "Head", "Data", "Training", "Evaluation", "System", "Output"):
+        page = "\n".join(shown("help", topic.lower()))
+        assert page.startswith(topic)
+        assert page in text
     for flag in FLAGS.split():
-        assert re.search(rf"{flag}\b", shown), flag
+        assert re.search(rf"(^  |, ){flag}\b", text, re.MULTILINE), flag
+    for name in FIELDS:
+        assert re.search(rf"^  --{name}\b", text, re.MULTILINE), name
+    assert "…" not in text
+
+
+@pytest.mark.parametrize("name", list(NAMES))
+def test_help_of_a_command_cuts_no_name(name: str) -> None:
+    lines = shown(name, "--help")
+    text = "\n".join(lines)
+    assert shown("help", name) == lines
+    own = flags_of(NAMES[name]) - (set(FIELDS) if name == "compare" else set())
+    for flag in own - {"more", "runs", "WHAT"}:
+        assert re.search(rf"--{flag}\b", text), flag
+
+
+def test_help_of_one_flag_and_of_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", "--label-noise"]) == 0
+    line = " ".join(capsys.readouterr().out.split())
+    assert line == "--label_noise TEXT RATE[:symmetric|asymmetric] or FILE.npz:KEY, training split only"
+    assert "help must name a topic (model, layers, " in refused(["help", "dat"], capsys)
+
+
+@pytest.mark.parametrize(
+    ("typed", "line"),
+    [
+        ("predct", "No such command 'predct' (did you mean 'predict'?); there are list, "),
+        ("Explain", "No such command 'Explain' (did you mean 'explain'?); there are list, "),
+        ("train", "No such command 'train': without a command, main.py trains (python main.py --dataset digits)"),
+    ],
+)
+def test_a_command_that_is_none(typed: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused([typed], capsys).startswith(f"error: {line}")
+
+
+def test_a_download_that_failed_names_another_way(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    import torchvision.datasets as tv
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise RuntimeError("no network")
+
+    monkeypatch.setattr(tv, "FashionMNIST", unreachable)
+    line = refused(["--dataset", "fashion-mnist"], capsys)
+    assert "--data_path must hold FashionMNIST/raw/train-images-idx3-ubyte" in line
+    assert "(no network); arrays of your own do as well: --dataset npz:FILE" in line
 
 
 FLAGS = """

@@ -82,15 +82,21 @@ def test_approximate_kinds_follow_what_is_written(kind):
 
 
 def test_auto_says_what_it_chose(monkeypatch, capsys):
-    monkeypatch.setattr(classifiers.index, "AUTO_FLAT_ROWS", 300)
-    monkeypatch.setattr(classifiers.index, "AUTO_HNSW_ROWS", 500)
+    monkeypatch.setattr(classifiers.index, "AUTO_FLAT", 300 * (7 + 32))
     bank, queries = filled(299, 7, "auto")
     bank.search(queries, 3)
     assert bank._proposer is None
     bank.add(queries, torch.zeros(len(queries), dtype=torch.long))
     bank.search(queries, 3)
-    assert "HNSW32 (322 rows" in capsys.readouterr().err
-    assert recipe("auto", 501, 7).startswith("IVF")
+    assert "IVF17,Flat (322 rows; flat up to 300)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rows", "dim", "text"), [(1_000_000, 64, ""), (400_000, 256, ""), (430_000, 256, "IVF655,Flat"), (10**7, 8, "IVF3162,Flat")]
+)
+def test_auto_is_flat_as_long_as_an_exact_search_takes_a_minute(rows, dim, text):
+    """A graph over a million rows of 64 took longer to build than 300 s; to look at all of them for 10,000 queries takes 32."""
+    assert recipe("auto", rows, dim) == text
 
 
 # ---------------------------------------------------------------- factory strings
@@ -193,7 +199,22 @@ def test_faiss_wants_as_many_rows_as_there_are_centroids(kind, most):
         ("OPQ4,IVF4,PQ4x9", r"must have at most as many values of a code as the bank has rows \(300\), not 512"),
         ("IVF0,Flat", "must have at least one list"),
         ("IVF8,PQ5", r"FAISS says: The dimension of the vector \(d\) should be a multiple"),
-        ("IVFF", "FAISS says: could not parse index string IVFF"),
+        ("IVFF", r"or a FAISS factory string \(did you mean 'ivf'\?\): 'IVFF' is no part that is known, got 'IVFF'"),
+        ("HNSW0", "HNSW0 must have from 4 to 256 links"),  # ended the process
+        ("HNSW1", "HNSW1 must have from 4 to 256 links"),  # crashed it
+        ("HNSW16,Flat,Flat", "its parts do not make one"),
+        ("LSH0", "LSH0 must have from 1 to 1024 bits"),
+        ("PCA0,Flat", "PCA0 must have from 1 to 16 dimensions"),
+        ("PCA17,Flat", "PCA17 must have from 1 to 16 dimensions"),
+        ("OPQ4_99999,IVF4,PQ4", "OPQ4_99999 must have from 1 to 16 dimensions"),
+        ("IVF4,PQ4x24", "x24 must have from 1 to 12 bits"),
+        ("IVF9999999999999999,Flat", "IVF9999999999999999 must have from 0 to 2097152 lists"),
+        ("IVF9M,Flat", "IVF9 must have from 0 to 2097152 lists"),
+        ("RQ64x12", "64 x 12 bits make more than 8192 values"),
+        ("," * 20_000, r"of at most 120 characters \(20,000 found\)"),
+        ("IVF4(" * 20, "is no part that is known"),
+        ("Flat,IVF4", "its parts do not make one"),
+        ("IVF16", "its parts do not make one"),
     ],
 )
 def test_a_factory_string_that_does_not_fit_the_rows(kind, rule):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from sklearn.neighbors import KNeighborsClassifier
 
 from classifiers.bank import Bank
+from classifiers.neighbor_heads import weights_of
 from classifiers.prior import Prior
 from classifiers.weights import WEIGHTS, class_probabilities, heaviest, inverse_distance, log_probabilities, softmax_cosine, uniform
 from utils import BadOption
@@ -269,3 +270,10 @@ def test_a_share_that_depends_on_distance_beats_a_constant_one_and_none():
             optimizer.step()
         nll["constant" if constant else "learned"] = loss.item()
     assert nll["learned"] < nll["constant"] - 0.05 < nll["none"] - 1, nll
+
+
+@pytest.mark.parametrize("temperature", ["-1", "0", "'x'", "None", "1e999", "True", "1e-30", "[0.1]"])
+def test_a_temperature_is_a_number_that_leaves_something_of_the_cosine(temperature):
+    with pytest.raises(BadOption, match=r"^vote takes a number from 0.0001 to 10,000 as the temperature of softmax-cosine"):
+        weights_of(f"softmax-cosine(temperature={temperature})")
+    assert weights_of("softmax-cosine(temperature=2)")[0] == "softmax-cosine"

@@ -20,7 +20,7 @@ from evaluation.evaluator import Evaluator
 from inputs import store
 from inputs.batches import Sets
 from run import prepare
-from run.load import Loaded, load
+from run.loaded import Loaded, load
 from run.prepare import prepare_loaded
 from run.run import run
 from tests.run.test_run import TINY

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from config import Action
 from evaluation.evaluator import Evaluator
-from run.load import load
+from run.loaded import load
 from run.prepare import prepare_loaded
 from run.run import run
 from tests.evaluation.test_evaluator import options

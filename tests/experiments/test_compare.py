@@ -224,7 +224,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
 def test_one_failure_stops_nothing(mixed: tuple[Path, str, str]) -> None:
     folder, out, err = mixed
     log = folder / "cells" / "Fragile" / "seed0.log"
-    line = f"failed: Fragile, seed 0: error: plugin mine.py, line 8, in mix: RuntimeError: it broke (log: {log})"
+    line = f"failed: Fragile, seed 0: error: plugin mine.py, line 9, in mix: RuntimeError: it broke (log: {log})"
     assert err.count(line) == 2  # when it happened, and at the end
     assert "it broke" in log.read_text()
     assert f"Go on with: python main.py compare --output_dir {folder} --jobs 2 --plugin {folder.parent / 'mine.py'} --retry failed" in err

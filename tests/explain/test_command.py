@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from main import main
-from run.load import load
+from run.loaded import load
 
 
 def test_help_names_every_kind(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from explain.cases import Votes, worth_a_bar
 from explain.neighbors import images_of, ranges, summary
 from explain.subject import pick_image
 from main import main
-from run.load import Loaded, load
+from run.loaded import Loaded, load
 from run.prepare import prepare_loaded
 
 SMALL = ["--num_layers", "1", "--num_heads", "3", "--d_hidden", "15", "--d_mlp", "7", "--num_epochs", "2", "--batch_size", "16"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -80,4 +81,25 @@ def test_a_folder_of_one_class(tmp_path):
     for number in range(3):
         photo(tmp_path / "cat" / f"{number}.png")
     with pytest.raises(BadOption, match=r"^dataset needs at least two classes \(1 found\)"):
+        load(f"folder:{tmp_path}")
+
+
+def test_broken_files_are_counted_before_training_or_left_out(tmp_path, capsys):
+    for n in range(20):
+        photo(tmp_path / "ab"[n % 2] / f"{n}.png", n)
+    (tmp_path / "a" / "0.png").write_bytes(b"")
+    (tmp_path / "b" / "1.png").write_bytes(b"\x89PNG\r\n\x1a\nnothing more")
+    os.mkfifo(tmp_path / "b" / "pipe.png")
+    with pytest.raises(BadOption, match=r"^dataset has 3 of 21 images that can't be read, .*--skip_broken leaves them out"):
+        load(f"folder:{tmp_path}", val_fraction=0)
+    data = load(f"folder:{tmp_path}", val_fraction=0, skip_broken=True)
+    assert len(data.train) + len(data.test) == 18
+    assert not {"0.png", "1.png", "pipe.png"} & {Path(path).name for part in (data.train, data.test) for path in part.x}
+    assert "3 of 21 images that can't be read" in capsys.readouterr().err
+
+
+def test_names_that_are_not_utf8_are_refused(tmp_path):
+    photo(tmp_path / "a" / "1.png")
+    os.rename(tmp_path / "a" / "1.png", os.fsencode(tmp_path / "a") + b"/\xff.png")
+    with pytest.raises(BadOption, match=r"^dataset has a file whose name is not UTF-8"):
         load(f"folder:{tmp_path}")

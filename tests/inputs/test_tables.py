@@ -227,7 +227,7 @@ def test_text_far_down_in_a_column_of_numbers_makes_it_text_from_its_first_row(t
 
 
 def test_a_table_that_memory_can_not_hold_is_refused(monkeypatch):
-    monkeypatch.setattr("utils.free_memory", lambda: 1000.0)
+    monkeypatch.setattr("inputs.memory.free_memory", lambda: 1000.0)
     encoder = Encoder([0.0], [1.0], [[str(n) for n in range(100)]])
     table_of = r"a table of 101 columns \(one of categories has 100 of them\)"
     rule = f"^dataset asks for more memory than the 1 kB that are free: {table_of} takes about 1.21 kB, got '3 rows'"

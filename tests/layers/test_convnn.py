@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import layers
 from layers import ConvNNAttention
 from layers import functional as L
 from tests.layers.reference import DIM, GRID, PREFIX, TOKENS, assert_same, build, convnn_row, mixed, tokens
@@ -207,3 +208,21 @@ def test_a_grid_of_another_size_is_refused() -> None:
     for options in ("sampling_type='grid', num_samples=4", "coordinate_encoding='2d'"):
         with pytest.raises(BadOption, match=r"^grid must fit the 23 tokens"):
             build(f"ConvNNAttention(K=3, {options})")(tokens(n=23))
+
+
+@pytest.mark.parametrize("grid", ["3", "(3,)", "(3, 0)", "'ab'", "(2.0, 2)", "(True, 4)"])
+def test_a_grid_is_two_whole_numbers(grid):
+    for name in ("ConvNNAttention", "KvtAttention", "NeighborhoodAttention", "SampledKnnAttention"):
+        with pytest.raises(BadOption, match=r"^grid must be \(rows, columns\), whole numbers of at least 1"):
+            layers.build(f"{name}(grid={grid}, K=1)", dim=6, num_heads=2, grid=(4, 4))
+
+
+@pytest.mark.parametrize("sampling_type", ["grid", "spatial", "random"])
+def test_one_sample_and_one_neighbor_leave_each_token_itself(sampling_type):
+    layer = layers.build("ConvNNAttention", dim=6, num_heads=2, grid=(4, 4), K=1, sampling_type=sampling_type, num_samples=1).train()
+    x = torch.randn(2, 16, 6, generator=torch.Generator().manual_seed(0))
+    changed = x.clone()
+    changed[:, 5] += 1
+    same = (layer(x) == layer(changed)).all(2)
+    assert same.sum().item() == 2 * 15
+    assert not same[:, 5].any()

@@ -217,6 +217,31 @@ def test_load_matching(tmp_path, capsys):
     assert said == f"pretrained: 2 of 4 tensors from {file}; not matched: 1.bias, 1.weight\n"
 
 
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (lambda v: v.long(), "must hold weights that are numbers with a fraction; 0.weight is torch.int64"),
+        (lambda v: v > 0, "must hold weights that are numbers with a fraction; 0.weight is torch.bool"),
+        (lambda v: v.to(torch.complex64), "must hold weights that are numbers with a fraction; 0.weight is torch.complex64"),
+        (lambda v: v.index_fill(0, torch.tensor([3]), torch.nan), "must hold finite weights; 0.weight has NaN"),
+        (lambda v: v * torch.inf, "must hold finite weights; 0.weight has NaN"),
+        (lambda v: v.double() * 1e200, "must hold finite weights; 0.weight has NaN"),
+    ],
+)
+def test_weights_that_are_no_weights_are_refused(change, rule, tmp_path):
+    """Integers, truth values and complex numbers were "17 of 17 loaded"."""
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7))  # whose count of batches is an integer, and may be
+    weights = {**model.state_dict()}
+    load_matching_of(model, weights, tmp_path)
+    with pytest.raises(BadOption, match=f"^pretrained {rule}"):
+        load_matching_of(model, {**weights, "0.weight": change(weights["0.weight"])}, tmp_path)
+
+
+def load_matching_of(model, weights, folder):
+    save_file({name: value.clone() for name, value in weights.items()}, str(folder / "model.safetensors"))
+    load_matching(model, str(folder / "model.safetensors"))
+
+
 # ---------------------------------------------------------------- names
 
 

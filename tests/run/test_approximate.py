@@ -15,7 +15,7 @@ from classifiers import bank as banks
 from config import Action
 from evaluation.evaluator import leave_one_out
 from inputs import store
-from run.load import load
+from run.loaded import load
 from run.prepare import prepare_loaded
 from run.run import run
 from tests.run.test_run import TINY

@@ -13,7 +13,7 @@ import torch
 from config import Action
 from inputs import store
 from run.complete import complete
-from run.load import load
+from run.loaded import load
 from run.parts import foreign_rows, load_data
 from run.run import run
 from tests.run.test_run import TINY, assert_same

@@ -14,7 +14,7 @@ from config import Action, read_yaml
 from inputs import store
 from main import main
 from run.complete import complete
-from run.load import load
+from run.loaded import load
 from run.parts import load_data
 from run.prepare import prepare_loaded
 from run.run import run

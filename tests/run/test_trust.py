@@ -17,7 +17,7 @@ from config import Action
 from evaluation.predictions import keep, read
 from run.checks import warn_of_known_rows
 from run.complete import complete
-from run.load import load
+from run.loaded import load
 from run.parts import load_data, loader
 from run.run import run
 from tests.run.test_run import TINY

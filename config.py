@@ -133,6 +133,7 @@ class DataOptions:
     label_noise: str | None = flag(None, "RATE[:symmetric|asymmetric] or FILE.npz:KEY, training split only")
     noisy_val: bool = flag(False, "--label_noise for the labels of the validation rows too")
     keep_duplicates: bool = flag(False, "exact copies of training rows stay: as neighbors of each other, and as validation rows")
+    subset: float = flag(1.0, "share of the training and validation rows that is used, class by class", rule=PART)
     skip_broken: bool = flag(False, "leave out image files that can't be read; without it they are counted and refused")
     imbalance: float = flag(1.0, "long tail: rows of the last class / rows of the first", rule=PART)
 

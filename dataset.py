@@ -41,6 +41,7 @@ def load(
     label_noise: str | None = None,
     noisy_val: bool = False,
     imbalance: float = 1.0,
+    subset: float = 1.0,
     keep_duplicates: bool = False,
     skip_broken: bool = False,
     fitted: dict[str, Any] | None = None,
@@ -48,14 +49,16 @@ def load(
 ) -> Data:
     """A data set by name, split. `fitted` re-uses the statistics of an earlier run instead of those of this training split.
     `noisy_val`: label noise in the validation rows too, as real ones have it.
-    `ready`: numeric rows are features already and stay as they are.
+    `ready`: numeric rows are features already and stay as they are. `subset`: the share of training rows that is there at all.
     """
     source = _with_test_set(readable(_read(name, Path(data_path)), name, skip_broken))
     labels, classes = _number_classes(source, name)
     kind = _kind(source.x_train)
     everything = np.arange(len(labels["train"]))
-    val_rows = np.empty(0, np.int64) if source.x_val is not None else stratified(labels["train"], val_fraction, fold_in(split_seed, 1))
-    train_rows = np.setdiff1d(everything, val_rows)
+    used = stratified(labels["train"], subset, fold_in(split_seed, 5)) if subset < 1 else everything
+    own = np.empty(0, np.int64) if source.x_val is not None else stratified(labels["train"][used], val_fraction, fold_in(split_seed, 1))
+    val_rows = used[own]
+    train_rows = np.setdiff1d(used, val_rows)
     for part, rows, least in (("training", len(train_rows), 2), ("test", len(labels["test"]), 1)):
         if rows < least:
             raise BadOption("dataset", f"must leave at least {least} {part} row{'s'[: least - 1]} after the splits ({rows} left)", name)

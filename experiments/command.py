@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import shlex
 import signal
 import time
@@ -15,9 +16,11 @@ from experiments import plan as plans
 from experiments.arms import Comparison
 from experiments.cells import Place, changed, place_of, state_of
 from experiments.comparison import compared, finished_runs, from_plan
+from experiments.grid import Arm
 from experiments.launch import FailedFast, Launch, Workers, check_can_fork, failure, tell_jobs
-from experiments.live import Progress
-from experiments.plan import Plan
+from experiments.live import Progress, duration
+from experiments.plan import BACKBONE, Plan
+from experiments.published import beside_published
 from inputs.store import write_json
 from run.directory import RESULTS, check_writable
 from utils import BadOption, Halt, parse_whole_number, say, whole_numbers
@@ -85,6 +88,10 @@ def compare(runs: Sequence[str], typed: Mapping[str, str], asked: Asked) -> int:
     if asked.dry_run:
         from experiments.preview import preview
 
+        if plan.backbone:
+            seconds = Making.of(of_backbone(plan), folder, measure=True).seconds[BACKBONE]
+            print(f"first, a backbone for each seed, from which all arms start: about {duration(seconds)} a run")
+            plan = dataclasses.replace(plan, backbone={})
         made = Making.of(plan, folder, measure=True)
         print(preview(plan, made.states(made.places(plan.seeds)), made.seconds, made.same_as, jobs))
         return 0
@@ -93,19 +100,26 @@ def compare(runs: Sequence[str], typed: Mapping[str, str], asked: Asked) -> int:
     with Workers(plan.threads, modules_of(plan)) as workers:
         if not all((place_of(folder, arm.name, seed).run / RESULTS).exists() for arm in plan.arms for seed in plan.seeds):
             workers.warm_up()  # while the plan is checked
+        tell_jobs(jobs, plan.threads)
+        if plan.backbone:
+            write_json(folder / plans.FILE, plan.body())
+            first = Making.of(of_backbone(plan), folder)
+            for place in first.run(workers, jobs, retry, fail_fast=asked.fail_fast):
+                if not (place.run / RESULTS).exists():
+                    raise Halt(f"error: {failure(place)}; no arm can start without it", 1)
         made = Making.of(plan, folder)
         write_json(folder / plans.FILE, plan.body())
-        tell_jobs(jobs, plan.threads)
         wanted = made.run(workers, jobs, retry, fail_fast=asked.fail_fast)
     return made.report(wanted, jobs)
 
 
 def modules_of(plan: Plan) -> list[str]:
-    """What the runs will load, worth loading once for all."""
+    """What the runs will load, worth loading once for all: of a run of a second, loading takes most. torch asks for its compiler in
+    every run, whether it compiles or not."""
     of_all = [arm.flags for arm in plan.arms]
     timm = any(str(f.get("model", "")).startswith("timm/") for f in of_all)
     digits = any(f.get("dataset", "digits") == "digits" for f in of_all)
-    return ["matplotlib.pyplot", *["timm"] * timm, *["sklearn.datasets"] * digits]
+    return ["torch._inductor", "matplotlib.pyplot", *["timm"] * timm, *["sklearn.datasets"] * digits]
 
 
 def default_folder() -> str:
@@ -150,6 +164,22 @@ def planned(folder: Path, typed: Mapping[str, str], asked: Asked, declared: dict
 # ---------------------------------------------------------------- running it
 
 
+def shared(plan: Plan, folder: Path, arm: Arm, seed: int) -> dict[str, Any]:
+    """Flags that the comparison gives to a run: equal starts, and what is computed once for all."""
+    given: dict[str, Any] = {"paired_init": True}
+    if plan.backbone:
+        given["pretrained"] = str(place_of(folder, BACKBONE, seed).run)
+    if arm.flags.get("freeze_backbone"):
+        given["feature_cache"] = str((folder / "features").resolve())
+    return given
+
+
+def of_backbone(plan: Plan) -> Plan:
+    """The runs whose weights all arms start from, as a plan."""
+    arm = Arm(BACKBONE, plan.backbone)
+    return dataclasses.replace(plan, arms=(arm,), baseline=BACKBONE, backbone={}, looks=(), within=())
+
+
 @dataclass(frozen=True)
 class Making:
     """A plan, its directory, and what its runs are made with. `same_as`: arms that are an earlier one by another name."""
@@ -170,7 +200,8 @@ class Making:
 
             torch.set_num_threads(plan.threads)
         tried = frozenset(arm.name for arm in plan.arms if any((place_of(folder, arm.name, s).note).exists() for s in plan.seeds))
-        found = resolve(plan.arms, plan.seeds[0], tried=tried, measure=seconds_of_run if measure else None)
+        given = [dataclasses.replace(a, flags={**shared(plan, folder, a, plan.seeds[0]), **a.flags}) for a in plan.arms]
+        found = resolve(given, plan.seeds[0], tried=tried, measure=seconds_of_run if measure else None)
         rows = {identity.test_rows: name for name, identity in found.items()}
         if len(rows) > 1:
             one, other = list(rows.values())[:2]
@@ -195,18 +226,14 @@ class Making:
         states = self.states(self.places(self.plan.seeds))
         return from_plan(self.plan, list(states.items()), self.same_as)
 
-    @property
-    def common(self) -> dict[str, Any]:
-        """What runs with a frozen backbone are given: one place for features that are computed once."""
-        return {"feature_cache": str((self.folder / "features").resolve())}
-
     def run(self, workers: Workers, jobs: int, retry: frozenset[str], *, fail_fast: bool) -> list[Place]:
         """Runs what is left. Gives the runs that the plan wanted."""
         plan, told = self.plan, list[bool]()
         places = self.places(plan.seeds)
         progress = Progress(places, self.made_with, plan.metric, jobs, after=lambda: self.tell_power(told, progress))
         arms = {arm.name: arm for arm in plan.arms}
-        launch = Launch(arms, self.made_with, plan.threads, jobs, progress, retry, fail_fast, self.common)
+        given = functools.partial(shared, plan, self.folder)
+        launch = Launch(arms, self.made_with, plan.threads, jobs, progress, retry, fail_fast, given)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the runs are saved
         try:
             with progress:
@@ -242,7 +269,8 @@ class Making:
     def tell_power(self, told: list[bool], progress: Progress) -> None:
         """Once, when the first two seeds of each arm are there: what the planned seeds will find."""
         plan = self.plan
-        if told or len(plan.seeds) < 2 or not all((place.run / RESULTS).exists() for place in self.places(plan.seeds[:2])):
+        first_two = self.places(plan.seeds[:2])
+        if told or len(plan.arms) < 2 or len(plan.seeds) < 2 or not all((place.run / RESULTS).exists() for place in first_two):
             return
         told.append(True)
         from experiments.power import measured_power
@@ -256,6 +284,8 @@ class Making:
         missing = [place for place in wanted if not (place.run / RESULTS).exists()]
         if len(missing) < len(wanted):
             conclude(self.comparison(), self.folder)
+            if any(arm.published for arm in self.plan.arms):
+                print("\n" + beside_published(self.plan, self.places(self.plan.seeds), self.same_as, self.folder))
         for place, state in states.items():
             if state == "failed":
                 say(failure(place))

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -102,7 +102,7 @@ class Launch:
     view: View
     retry: frozenset[str] = frozenset()
     fail_fast: bool = False
-    common: Mapping[str, Any] = field(default_factory=dict)  # flags of all runs with a frozen backbone
+    shared: Callable[[Arm, int], Mapping[str, Any]] = lambda arm, seed: {}  # flags that a run of an arm and seed is given
     retried: set[Path] = field(default_factory=set)
 
     def run(self, places: Sequence[Place], workers: Workers) -> None:
@@ -147,8 +147,8 @@ class Launch:
         if state == "stale" and not finished:
             self.view.line(f"stale: {place.title} was begun with other code, data or plugin, and begins anew")
         job = {"arm": place.arm, "seed": place.seed, "run": str(place.run), "made_with": self.made_with[place.arm]}
-        own = self.arms[place.arm].flags
-        given = {"paired_init": True, **(self.common if own.get("freeze_backbone") else {}), **own, "seed": place.seed}
+        arm = self.arms[place.arm]
+        given = {**self.shared(arm, place.seed), **arm.flags, "seed": place.seed}
         workers.start({**job, "flags": given, "threads": self.threads, "again": again})
         at_work[str(place.run)] = place
 

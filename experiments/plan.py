@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ from experiments.grid import Arm, arms_of, check_names, value_of
 from utils import BadOption, did_you_mean, whole_numbers
 
 FILE = "plan.json"
-DECLARED = ("seeds", "baseline", "metric", "margin", "looks", "calibrated", "within", "threads")
-KEYS = ("arms", "common", "published", "about", *DECLARED)  # of a YAML plan
+DECLARED = ("seeds", "baseline", "metric", "margin", "looks", "calibrated", "within", "threads", "conditions")
+KEYS = ("arms", "common", "backbone", "published", "about", *DECLARED)  # of a YAML plan
+BACKBONE = "shared backbone"  # as an arm, of which every other one takes the weights
 OURS = ("output_dir", "seed", "feature_cache")  # what the comparison gives to each cell
 
 
@@ -34,6 +35,8 @@ class Plan:
     calibrated: bool = False
     within: tuple[str, ...] = ()  # predictors inside each run that are arms of their own
     threads: int = 1  # of a run: they change weights
+    backbone: Mapping[str, Any] = field(default_factory=dict)  # flags of a run a seed, from whose weights all arms start
+    conditions: str = ""  # of the published numbers
     later_seeds: tuple[int, ...] = ()  # that joined a plan which had begun
 
     def arm(self, name: str) -> Arm:
@@ -59,6 +62,8 @@ def checked(plan: Plan) -> Plan:
     """Refuses what can't be compared."""
     check_names([arm.name for arm in plan.arms])
     names = shown_arms(plan.arms, plan.within)
+    if plan.backbone and (taken := [arm.name for arm in plan.arms if arm.name == BACKBONE or "pretrained" in arm.flags]):
+        raise BadOption("plan", f"has a backbone, from which all arms start: no --pretrained in arm {taken[0]!r}, and none of its name")
     if plan.baseline not in names:
         raise BadOption("baseline", f"must be one of the arms {', '.join(names)}{did_you_mean(plan.baseline, names)}", plan.baseline)
     if len(set(plan.seeds)) < len(plan.seeds):
@@ -122,11 +127,13 @@ def absolute(arms: Sequence[Arm]) -> list[Arm]:
 
 def declared_in(rest: Mapping[str, Any]) -> dict[str, Any]:
     """What a YAML plan declares, as values."""
-    found = {name: str(rest[name]) for name in ("baseline", "metric") if name in rest}
+    found = {name: str(rest[name]) for name in ("baseline", "metric", "conditions") if name in rest}
     values: dict[str, Any] = dict(found)
     if "seeds" in rest:
         seeds = rest["seeds"]
         values["seeds"] = seeds_of(",".join(map(str, seeds)) if isinstance(seeds, list) and len(seeds) > 1 else str(seeds).strip("[]"))
+    if "backbone" in rest:
+        values["backbone"] = absolute([Arm(BACKBONE, rest["backbone"])])[0].flags
     if "margin" in rest:
         try:
             values["margin"] = float(rest["margin"])
@@ -158,23 +165,31 @@ def read_plan(path: str, typed: Mapping[str, str]) -> tuple[list[Arm], dict[str,
     for name in published:
         if name not in body["arms"]:
             raise BadOption("plan", f"has published numbers of an arm {name!r} that it does not have", path)
-    arms = []
-    for name, own in body["arms"].items():
-        if not isinstance(own, dict | None):
-            raise BadOption("plan", f"must give arm {name!r} as 'flag: value' lines", path)
-        values = flags.with_new_names({**(body.get("common") or {}), **(own or {}), **typed})
-        if wrong := [n for n in values if n in OURS and n not in typed]:
-            raise BadOption("plan", f"must leave --{wrong[0]} to the comparison", path)
-        if values.get("plugin") and "plugin" not in typed:
-            raise BadOption("plugin", f"must be typed: {path} names {values['plugin']}, and no code runs because a file names it")
-        parsed = {n: value_of(n, v) if n in flags.FIELDS else v for n, v in values.items()}
-        try:
-            flags.check(parsed)
-        except BadOption as error:
-            raise BadOption(error.option, f"{error.rule}, in arm {name!r} of {path}", error.value) from None
-        arms.append(Arm(str(name), {n: v for n, v in parsed.items() if v is not None}, published=published.get(name) or {}))
+    arms = [
+        Arm(str(name), flags_in(path, str(name), body.get("common"), own, typed), published=published.get(name) or {})
+        for name, own in body["arms"].items()
+    ]
     rest = {key: body[key] for key in DECLARED if body.get(key) is not None}
+    if body.get("backbone"):
+        rest["backbone"] = flags_in(path, BACKBONE, body.get("common"), body["backbone"], typed)
     return arms, rest
+
+
+def flags_in(path: str, name: str, common: Any, own: Any, typed: Mapping[str, str]) -> dict[str, Any]:
+    """The flags of an arm of a YAML plan."""
+    if not isinstance(own, dict | None) or not isinstance(common, dict | None):
+        raise BadOption("plan", f"must give arm {name!r} as 'flag: value' lines", path)
+    values = flags.with_new_names({**(common or {}), **(own or {}), **typed})
+    if wrong := [n for n in values if n in OURS and n not in typed]:
+        raise BadOption("plan", f"must leave --{wrong[0]} to the comparison", path)
+    if values.get("plugin") and "plugin" not in typed:
+        raise BadOption("plugin", f"must be typed: {path} names {values['plugin']}, and no code runs because a file names it")
+    parsed = {n: value_of(n, v) if n in flags.FIELDS else v for n, v in values.items()}
+    try:
+        flags.check(parsed)
+    except BadOption as error:
+        raise BadOption(error.option, f"{error.rule}, in arm {name!r} of {path}", error.value) from None
+    return {n: v for n, v in parsed.items() if v is not None}
 
 
 def threads_for(jobs: int) -> int:
@@ -205,7 +220,7 @@ def read(folder: Path) -> Plan | None:
 
 def extended(old: Plan, arms: Sequence[Arm], typed: Mapping[str, Any]) -> Plan:
     """A plan that has begun, with arms and seeds that join it; all else is as it was declared."""
-    for name in ("baseline", "metric", "margin", "looks", "calibrated", "within"):
+    for name in ("baseline", "metric", "margin", "looks", "calibrated", "within", "backbone"):
         if name in typed and typed[name] != getattr(old, name):
             now = getattr(old, name)
             raise BadOption(name, f"contradicts the plan, which has {'the default' if now is None else now}", typed[name])

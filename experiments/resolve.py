@@ -111,7 +111,7 @@ class Rows:
 
 
 def identity_of(arm: Arm, seed: int, code: str, rows: Rows, *, build: bool, measure: Measure | None) -> Identity:
-    given = with_absolute_paths({"paired_init": True, **arm.flags, "seed": seed})
+    given = with_absolute_paths({**arm.flags, "seed": seed})
     load_plugin(given.get("plugin"))
     device = choose_device(given.get("device", "auto"))
     data = rows.of(given)

@@ -306,3 +306,17 @@ def test_the_names_are_those_of_the_readme():
     names = {"digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "imagenet", "fake", "iris", "wine", "adult", "wine-quality"}
     assert names <= set(DATASETS)
     assert set(dataset.PREFIXES) == {"folder", "npz", "csv"}
+
+
+def test_a_subset_is_split_like_the_whole(tmp_path: Path) -> None:
+    name = numbered(tmp_path, rows=60)
+    whole, half = load(name, val_fraction=0.2, fitted=AS_THEY_ARE), load(name, val_fraction=0.2, fitted=AS_THEY_ARE, subset=0.5)
+    assert whole.val is not None
+    assert half.val is not None
+    train, val = rows_of(half.train), rows_of(half.val)
+    assert (len(train), len(val)) == (24, 6)
+    assert sorted(n % 3 for n in train) == [c for c in range(3) for _ in range(8)]
+    assert not set(train) & set(val)
+    assert set(train + val) < set(rows_of(whole.train) + rows_of(whole.val))
+    assert rows_of(half.test) == rows_of(whole.test)
+    assert load(name, subset=1.0).summary == load(name).summary

@@ -127,7 +127,10 @@ def test_every_file_has_its_line() -> None:
     assert named == there | {path.name for path in ROOT.glob("*.py")}
 
 
-@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
+SINGLE = [path for path in sorted((ROOT / "recipes").glob("*.yaml")) if "\narms:" not in path.read_text()]  # others are plans
+
+
+@pytest.mark.parametrize("recipe", SINGLE, ids=lambda path: path.stem)
 def test_recipes_read(recipe: Path) -> None:
     values = with_defaults(read_yaml(str(recipe)), shape=(3, 32, 32), summary={"train": 50_000})
     if recipe.stem.startswith("convnn"):

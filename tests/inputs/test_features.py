@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -153,3 +154,30 @@ def test_damaged_features_are_computed_anew(name, tmp_path, capsys):
     assert "features: computed anew; the cache is damaged (is damaged: " in capsys.readouterr().err
     features(tmp_path).batches("val", images)
     assert capsys.readouterr().err == ""  # the damage is mended
+
+
+def test_of_two_that_need_the_same_one_computes(tmp_path):
+    images = batches(image_set(7))
+    inside, asked = threading.Event(), []
+
+    def slow(batch: Batch) -> Tensor:
+        asked.append(len(batch))
+        inside.set()
+        assert other_waits.wait(60)  # until the other one stands before the lock
+        return sums(batch)
+
+    other_waits = threading.Event()
+    found: list[Tensor] = []
+    first = threading.Thread(target=lambda: found.append(features(tmp_path, embed=slow).batches("train", images).views))
+    first.start()
+    assert inside.wait(60)
+    second = threading.Thread(target=lambda: found.append(features(tmp_path, embed=slow).batches("train", images).views))
+    second.start()
+    second.join(0.05)
+    assert second.is_alive()
+    other_waits.set()
+    first.join(60)
+    second.join(60)
+    assert len(asked) == len(list(images.epoch()))
+    assert torch.equal(found[0], found[1])
+    assert not list(tmp_path.glob("*.lock"))

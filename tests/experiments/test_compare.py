@@ -1,0 +1,326 @@
+"""A comparison from the command line: it runs once what is to run, survives what stops it, and ends with the same tables."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evaluation.predictions import read
+from experiments.cells import holder, place_of
+from experiments.live import Progress
+from main import main
+
+ROOT = Path(__file__).parent.parent.parent
+FAKE = ["--dataset", "fake(train=60, test=30, size=8, classes=3)", "--patch_size", "4", "--num_layers", "1", "--num_heads", "1"]
+FAKE += ["--d_hidden", "6", "--d_mlp", "7", "--batch_size", "16", "--no-baselines", "--threads", "1"]
+THREE = [*FAKE, "--num_epochs", "3", "--layer", "Attention | KvtAttention(K=2|3)", "--seeds", "2"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def begun(folder: Path, *words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(ROOT / "main.py"), "compare", "--output_dir", str(folder), *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=folder.parent)
+
+
+def until(process: subprocess.Popen[str], start: str) -> str:
+    """The first line of what a process says that starts so."""
+    assert process.stderr
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if line.startswith(start):
+            return line
+    raise AssertionError("".join(lines[-20:]))
+
+
+def numbers(folder: Path) -> dict[str, Any]:
+    """comparison.json without what is measured with a clock."""
+    body = json.loads((folder / "comparison.json").read_text())
+    for cell in body["cells"]:
+        cell["run"] = Path(cell["run"]).relative_to(folder).as_posix()
+    return without_times(body)
+
+
+def without_times(value: Any) -> Any:
+    timed = ("second", "time", "memory", "images", "throughput", "peak", "notes", "sentence")  # notes tell of a busy machine
+    if isinstance(value, dict):
+        return {k: without_times(v) for k, v in value.items() if not any(word in k for word in timed)}
+    return [without_times(v) for v in value] if isinstance(value, list) else value
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three arms, two seeds, run in one go."""
+    folder = tmp_path_factory.mktemp("alone") / "sweep"
+    process = begun(folder, *THREE, "--jobs", "2")
+    out, err = process.communicate()
+    assert process.returncode == 0, err[-3000:]
+    assert "KvtAttention(K=3) against Attention" in out
+    return folder
+
+
+@pytest.fixture
+def copy(alone: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(alone, tmp_path / "sweep"))
+
+
+def test_every_arm_has_its_runs_and_files(alone: Path) -> None:
+    for arm in ("Attention", "KvtAttention_K=2", "KvtAttention_K=3"):
+        for seed in (0, 1):
+            run = alone / "cells" / arm / f"seed{seed}"
+            assert json.loads((run / "results.json").read_text())["config"]["paired_init"]
+            assert f"--seed {seed}" in (run / "args.txt").read_text()
+    plan = json.loads((alone / "plan.json").read_text())
+    assert (plan["baseline"], plan["family"], plan["seeds"]) == ("Attention", ["KvtAttention(K=2)", "KvtAttention(K=3)"], [0, 1])
+    assert {"table.csv", "table.md", "table.tex", "comparison.json", "results.csv"} <= {f.name for f in alone.iterdir()}
+
+
+def test_killed_twice_resumed_with_help_it_ends_with_the_same_tables(alone: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    first = begun(folder, *THREE, "--jobs", "2")
+    until(first, "done")
+    first.kill()  # its runs are told to save, and stop
+    first.wait()
+    second = begun(folder, "--jobs", "1")
+    until(second, "done")
+    runs = [place_of(folder, arm, seed) for arm in ("Attention", "KvtAttention(K=2)", "KvtAttention(K=3)") for seed in (0, 1)]
+    second.kill()
+    for place in runs:
+        if (who := holder(place)) and who["process"]:
+            with contextlib.suppress(ProcessLookupError):  # it may have ended meanwhile
+                os.kill(who["process"], signal.SIGKILL)  # these can save nothing
+    second.wait()
+    third, helper = begun(folder, "--jobs", "2", "--retry", "failed"), begun(folder, "--jobs", "1", "--retry", "failed")
+    said = [process.communicate() for process in (third, helper)]
+    assert [third.returncode, helper.returncode] == [0, 0], said[0][1][-2000:] + said[1][1][-2000:]
+    assert numbers(folder) == numbers(alone)
+    for place in runs:
+        twin = alone / place.run.relative_to(folder)
+        found, wanted = read(place.run)[0], read(twin)[0]
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        epochs = [json.loads(line)["epoch"] for line in (place.run / "metrics.jsonl").read_text().splitlines()]
+        assert epochs == [1, 2, 3]
+
+
+def test_nothing_runs_twice(copy: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    before = {f: f.stat().st_mtime_ns for f in copy.glob("cells/*/*/results.json")}
+    assert main(["compare", "--output_dir", str(copy)]) == 0
+    assert {f: f.stat().st_mtime_ns for f in copy.glob("cells/*/*/results.json")} == before
+    assert "Attention" in capfd.readouterr().out
+
+
+def test_ctrl_c_saves_and_prints_the_command_that_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    process = begun(folder, *THREE, "--jobs", "2")
+    until(process, "done")
+    process.send_signal(signal.SIGINT)
+    said = process.communicate()[1]
+    assert process.returncode == 130
+    assert f"Go on with: python main.py compare --output_dir {folder} --jobs 2" in said
+    assert not [lock for lock in folder.glob("cells/*/*.lock") if lock.read_text()]  # nobody works on anything
+
+
+def test_the_table_of_a_terminal(alone: Path) -> None:
+    from rich.console import Console
+
+    places = [place_of(alone, arm, seed) for arm in ("Attention", "KvtAttention(K=2)") for seed in (0, 1, 7)]
+    made_with = json.loads(places[0].note.read_text())["made_with"]
+    other = json.loads(places[3].note.read_text())["made_with"]
+    progress = Progress(places, {"Attention": made_with, "KvtAttention(K=2)": {**other, "code": "newer"}}, "accuracy", jobs=2)
+    with (console := Console(width=120)).capture() as seen:
+        console.print(progress.table())
+    lines = [" ".join(re.split(r"[│┃|]|\s{2,}", line)) for line in seen.get().splitlines()]
+    assert any(re.search(r"2 of 6 runs done, .* left", line) for line in lines)  # those of other code are not
+    assert any(re.search(r"arm .*seed 0 .*seed 1 .*seed 7", line) for line in lines)
+    assert any(re.search(r"Attention .*accuracy \d+\.\d+ .*accuracy \d+\.\d+ .*pending", line) for line in lines)
+
+
+def test_a_missing_seed_is_counted_and_common_pairs_are_compared(copy: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    place = place_of(copy, "KvtAttention(K=2)", 1)
+    (place.run / "results.json").unlink()
+    place.note.write_text(json.dumps({**json.loads(place.note.read_text()), "failed": {"line": "error: no memory", "code": 1}}))
+    assert main(["compare", "--output_dir", str(copy)]) == 1  # it has failed, and --retry was not asked
+    said = capfd.readouterr().err
+    assert f"failed: KvtAttention(K=2), seed 1: error: no memory (log: {place.log})" in said
+    assert "1 of 6 runs have no result" in said
+    by_arm = {c["arm"]: c for c in json.loads((copy / "comparison.json").read_text())["comparisons"]}
+    assert [len(by_arm[f"KvtAttention(K={k})"]["seeds"]) if isinstance(by_arm[f"KvtAttention(K={k})"]["seeds"], list)
+            else by_arm[f"KvtAttention(K={k})"]["seeds"] for k in (2, 3)] == [1, 2]  # fmt: skip
+    assert main(["compare", "--output_dir", str(copy), "--retry", "failed"]) == 0
+    assert (place.run / "results.json").exists()
+
+
+def test_more_arms_and_seeds_join_as_exploratory(copy: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = [word for word in THREE if word != "2"][:-1]  # without --seeds 2
+    words[words.index("--layer") + 1] = "KvtAttention(K=3) | KvtAttention(K=1)"
+    assert main(["compare", *words, "--output_dir", str(copy), "--dry_run"]) == 0
+    said = capfd.readouterr().out
+    assert re.search(r"KvtAttention\(K=1\) +2 pending; about .*\(exploratory\)", said)
+    assert not (copy / "cells" / "KvtAttention_K=1").exists()
+    assert main(["compare", *words, "--output_dir", str(copy)]) == 0
+    plan = json.loads((copy / "plan.json").read_text())
+    assert [arm["name"] for arm in plan["arms"] if arm["exploratory"]] == ["KvtAttention(K=1)"]
+    assert plan["family"] == ["KvtAttention(K=2)", "KvtAttention(K=3)"]
+    assert "exploratory" in (copy / "table.md").read_text()
+
+
+def test_other_code_makes_results_stale(copy: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    place = place_of(copy, "Attention", 0)
+    note = json.loads(place.note.read_text())
+    place.note.write_text(json.dumps({**note, "made_with": {**note["made_with"], "code": "older"}}))
+    assert main(["compare", "--output_dir", str(copy)]) == 0
+    assert "stale: 1 results were made with another code" in capfd.readouterr().err
+    states = [cell["state"] for cell in json.loads((copy / "comparison.json").read_text())["cells"]]
+    assert sorted(states) == ["done"] * 5 + ["stale"]
+    assert main(["compare", "--output_dir", str(copy), "--retry", "stale"]) == 0
+    assert json.loads(place.note.read_text())["made_with"] == note["made_with"]
+
+
+# ---------------------------------------------------------------- arms of every kind
+
+PLUGIN = """
+import torch
+from layers import Attention, LAYERS
+
+@LAYERS.register()
+class Fragile(Attention):
+    def mix(self, q, k, v):
+        if self.training and len(q) > 1:
+            raise RuntimeError("it broke")
+        return super().mix(q, k, v)
+
+@LAYERS.register()
+class Mine(Attention):
+    pass
+"""
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
+    """Arms of a plugin, one of which fails while it trains, and one configuration under two names; what was said."""
+    folder = tmp_path_factory.mktemp("mixed")
+    (folder / "mine.py").write_text(PLUGIN)
+    words = [*FAKE, "--num_epochs", "1", "--layer", "Attention | Mine | Fragile | KvtAttention(K=2) | KvtAttention", "--K", "2"]
+    words += ["--seeds", "1"]
+    process = begun(folder / "sweep", *words, "--plugin", str(folder / "mine.py"), "--jobs", "2")
+    out, err = process.communicate()
+    assert process.returncode == 1, err[-3000:]
+    return folder / "sweep", out, err
+
+
+def test_one_failure_stops_nothing(mixed: tuple[Path, str, str]) -> None:
+    folder, out, err = mixed
+    log = folder / "cells" / "Fragile" / "seed0.log"
+    line = f"failed: Fragile, seed 0: error: plugin mine.py, line 9, in mix: RuntimeError: it broke (log: {log})"
+    assert err.count(line) == 2  # when it happened, and at the end
+    assert "it broke" in log.read_text()
+    assert f"Go on with: python main.py compare --output_dir {folder} --jobs 2 --plugin {folder.parent / 'mine.py'} --retry failed" in err
+    assert {f.parent.parent.name for f in folder.glob("cells/*/*/results.json")} == {"Attention", "Mine", "KvtAttention_K=2"}
+    assert "Mine against Attention" in out
+
+
+def test_two_names_for_one_configuration_run_once(mixed: tuple[Path, str, str]) -> None:
+    _, out, err = mixed
+    assert "same: KvtAttention is KvtAttention(K=2) by another name, and runs once" in err
+    assert len(re.findall(r"^KvtAttention(?:\(K=2\))? against Attention", out, re.MULTILINE)) == 2
+
+
+def test_finished_runs_by_path(alone: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    cells = alone / "cells"
+    runs = [str(cells / arm / f"seed{seed}") for arm in ("Attention", "KvtAttention_K=3") for seed in (0, 1)]
+    assert main(["compare", *runs, "--output_dir", str(tmp_path / "here")]) == 0
+    assert "KvtAttention(K=3) against Attention" in capfd.readouterr().out
+    ours, theirs = (json.loads((f / "comparison.json").read_text())["comparisons"] for f in (tmp_path / "here", alone))
+    of_plan = next(c for c in theirs if c["arm"] == "KvtAttention(K=3)")
+    assert {k: ours[0][k] for k in ("arm", "difference")} == {k: of_plan[k] for k in ("arm", "difference")}
+
+
+def test_predictors_inside_a_run(tmp_path: Path, alone: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = alone / "cells" / "Attention" / "seed0"
+    assert main(["compare", str(run), "--within", "linear.raw,linear.calibrated", "--metric", "nll", "--output_dir", str(tmp_path)]) == 0
+    assert "linear.calibrated" in capfd.readouterr().out
+    found = json.loads((tmp_path / "comparison.json").read_text())
+    assert [(c["arm"], c["baseline"], c["metric"]) for c in found["comparisons"]] == [("linear.calibrated", "linear.raw", "nll")]
+    scores = json.loads((run / "results.json").read_text())
+    assert found["comparisons"][0]["difference"] == pytest.approx(scores["test_calibrated"]["nll"] - scores["test"]["nll"], abs=1e-6)
+
+
+SHARED = """
+seeds: 1
+threads: 1
+common: {dataset: "fake(train=60, test=30, size=8, classes=3)", patch_size: 4, num_layers: 1, num_heads: 1, d_hidden: 8, d_mlp: 8,
+  num_epochs: 1, batch_size: 16, baselines: false}
+backbone: {layer: Attention}
+arms:
+  linear: {freeze_backbone: true}
+  smoothed: {freeze_backbone: true, label_smoothing: 0.1}
+published:
+  smoothed: {accuracy: 77.5, f1: 0.5}
+conditions: from nowhere
+"""
+
+
+def test_shared_work_is_done_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "plan.yaml").write_text(SHARED)
+    folder = tmp_path / "sweep"
+    assert main(["compare", "--plan", str(tmp_path / "plan.yaml"), "--output_dir", str(folder), "--jobs", "2"]) == 0
+    out = capfd.readouterr().out
+    logs = "".join(log.read_text() for log in folder.glob("cells/*/*.log"))
+    assert logs.count("rows of train through the frozen backbone") == 1
+    weights = folder / "cells" / "shared_backbone" / "seed0" / "checkpoints" / "best"
+    for arm in ("linear", "smoothed"):
+        config = json.loads((folder / "cells" / arm / "seed0" / "results.json").read_text())["config"]
+        assert Path(config["pretrained"]).parent == weights
+    assert re.search(r"^smoothed +\d+\.\d\d +77\.5", out, re.MULTILINE)  # ours, and what was published
+    assert "published: from nowhere" in out
+    assert "| smoothed |" in (folder / "published.md").read_text()
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    assert not list(tmp_path.rglob("*"))  # nothing written
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--layer", "Attention | KvtAttention(K=4)", "--baseline", "KvtAttention"], r"--baseline must be one of the arms .*did you mean"),
+        (["--layer", "Attention | Kvt(K=4)"], r"--layer must be one of .*, in arm Kvt\(K=4\), got 'Kvt'"),
+        (["--layer", "Attention | KvtAttention(K=99)"], r"--K must be at most .*, in arm KvtAttention\(K=99\), got 99"),
+        (["--layer", "Attention"], "needs at least two arms"),
+        (["--layer", "Attention | BranchConv", "--metric", "acuracy"], r"--metric must be one of .*did you mean 'accuracy'"),
+        (["--layer", "Attention | BranchConv", "--seed", "3"], "--seed is given to each run by the comparison: use --seeds, got '3'"),
+        (["--layer", "Attention | BranchConv", "--seeds", "none"], "--seeds must be how many"),
+        (["--layer", "Attention | BranchConv", "--looks", "2,9", "--seeds", "3"], "--looks must be rising numbers of seeds from 2 to 3"),
+        (["--layer", "Attention | BranchConv", "--retry", "all"], "--retry must be of failed, stale"),
+        (["--layer", "Attention | BranchConv", "--jobs", "0"], "--jobs must be a whole number of at least 1"),
+        (["--dataset", "digits | fake"], "--dataset must give all arms the same test rows"),
+        (["--plan", "no.yaml"], "--plan must be a file that can be read"),
+        (["runs/a", "runs/b"], "compare must name finished runs; this does not exist, got 'runs/a'"),
+        (["runs/a", "--layer", "Attention"], "compare takes finished runs, or flags that make runs, not both"),
+        (["--augment", "maybe | yes"], "takes finished runs, or flags"),
+    ],
+)
+def test_wrong_comparisons_end_in_one_line(here: Path, capfd: pytest.CaptureFixture[str], words: list[str], line: str) -> None:
+    assert main(["compare", *words, "--output_dir", "sweep"]) == 2
+    said = [text for text in capfd.readouterr().err.splitlines() if not text.startswith(("device:", "ignored", "resize:"))]
+    assert len(said) == 1
+    assert re.search(line, said[0])

@@ -13,11 +13,9 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass
-from pathlib import Path
 from typing import Any
 
-from plain_yaml import plain_yaml
-from utils import BadOption, check_file, did_you_mean, shortened
+from utils import BadOption, did_you_mean
 
 Rule = tuple[Callable[[Any], bool], str]
 
@@ -319,30 +317,6 @@ def kind_of(field: dataclasses.Field[Any]) -> type:
     """int, float, bool or str, without the None."""
     hint = _hints()[field.name]
     return next(a for a in typing.get_args(hint) if a is not type(None)) if isinstance(hint, types.UnionType) else hint
-
-
-MOST_BYTES = 100_000  # of a YAML file
-
-
-def read_yaml(path: str) -> dict[str, Any]:
-    check_file("config", path)
-    if (size := Path(path).stat().st_size) > MOST_BYTES:
-        raise BadOption("config", f"must have at most {MOST_BYTES:,} bytes ({size:,} found)", path)
-    try:
-        values = plain_yaml(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadOption("config", f"must be a file that can be read ({error.strerror})", path) from None
-    except (ValueError, KeyError, OverflowError) as error:  # also a number of 5,000 digits, `!!bool maybe`, and text that is not UTF-8
-        raise BadOption("config", f"must be a YAML file ({shortened(error, 100)})", path) from None
-    if not isinstance(values, dict):
-        raise BadOption("config", "must hold 'option: value' lines", path)
-    # YAML reads 1e-3 as text, and the 0.2 of label_noise as a number.
-    try:
-        values = {k: parse(k, v) if k in FIELDS else v for k, v in with_new_names(values).items()}
-        check(values)
-    except BadOption as error:
-        raise BadOption(error.option, f"{error.rule}, in {path}", error.value) from None
-    return {k: v for k, v in values.items() if v is not None}
 
 
 def with_new_names(values: Mapping[str, Any]) -> dict[str, Any]:

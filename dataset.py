@@ -56,9 +56,7 @@ def load(
     kind = _kind(source.x_train)
     everything = np.arange(len(labels["train"]))
     used = stratified(labels["train"], subset, fold_in(split_seed, 5)) if subset < 1 else everything
-    own = np.empty(0, np.int64) if source.x_val is not None else stratified(labels["train"][used], val_fraction, fold_in(split_seed, 1))
-    val_rows = used[own]
-    train_rows = np.setdiff1d(used, val_rows)
+    train_rows, val_rows = _split(labels["train"], used, 0.0 if source.x_val is not None else val_fraction, split_seed)
     for part, rows, least in (("training", len(train_rows), 2), ("test", len(labels["test"]), 1)):
         if rows < least:
             raise BadOption("dataset", f"must leave at least {least} {part} row{'s'[: least - 1]} after the splits ({rows} left)", name)
@@ -94,6 +92,12 @@ def load(
     }
     columns = source.x_train.columns if isinstance(source.x_train, Table) else ()
     return Data(name, kind, shape, classes, train, val, test, source.flip, fitted, summary, columns)
+
+
+def _split(labels: np.ndarray, used: np.ndarray, val_fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Training and validation rows of those used."""
+    val_rows = used[stratified(labels[used], val_fraction, fold_in(seed, 1))]
+    return np.setdiff1d(used, val_rows), val_rows
 
 
 # ---------------------------------------------------------------- sources by name

@@ -32,6 +32,7 @@ from PIL import Image
 import config as flags
 from dataset import load
 from inputs import store
+from inputs.yaml_file import read_yaml
 from main import main
 from utils import BadOption, Halt
 
@@ -163,7 +164,7 @@ def make_files(folder: Path) -> dict[str, tuple[Path, Read]]:
         # Text has no checksum: another number is another table. What must not happen is a traceback.
         "csv": (folder / "rows.csv", lambda: rows_of(f"csv:{folder / 'rows.csv'}:y") and None),
         "image file": (folder / "photos" / "a" / "0.png", lambda: rows_of(f"folder:{folder / 'photos'}") and None),
-        "yaml": (folder / "run.yaml", lambda: flags.read_yaml(str(folder / "run.yaml")) and None),
+        "yaml": (folder / "run.yaml", lambda: read_yaml(str(folder / "run.yaml")) and None),
     }
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import config as flags
 from experiments.cells import folder_name
 from experiments.grid import Arm, arms_of, check_names, value_of
+from inputs.yaml_file import read_mapping, read_yaml
 from utils import BadOption, did_you_mean, whole_numbers
 
 FILE = "plan.json"
@@ -108,7 +109,7 @@ def arms_typed(given: Mapping[str, str], config: str | None = None) -> list[Arm]
     """The grid of the flags on the command line. `config`: a YAML file of defaults for all arms."""
     if "seed" in given:
         raise BadOption("seed", "is given to each run by the comparison: use --seeds", given["seed"])
-    in_file = flags.read_yaml(config) if config else {}
+    in_file = read_yaml(config) if config else {}
     if in_file.get("plugin") and "plugin" not in given:
         raise BadOption("plugin", f"must be typed: {config} names {in_file['plugin']}, and no code runs because a file names it")
     shared = {name: value for name, value in in_file.items() if name not in ("seed", "output_dir") and name not in given}
@@ -148,15 +149,8 @@ def declared_in(rest: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_plan(path: str, typed: Mapping[str, str]) -> tuple[list[Arm], dict[str, Any]]:
     """Arms of a YAML plan, each with the flags that all have in common and those typed, which win; and what else the plan sets."""
-    import yaml
-
-    try:
-        body = yaml.safe_load(Path(path).read_text())
-    except OSError as error:
-        raise BadOption("plan", f"must be a file that can be read ({error.strerror})", path) from None
-    except (yaml.YAMLError, UnicodeDecodeError):
-        raise BadOption("plan", "must be a YAML file", path) from None
-    if not isinstance(body, dict) or not isinstance(body.get("arms"), dict) or not body["arms"]:
+    body = read_mapping(path, "plan")
+    if not isinstance(body.get("arms"), dict) or not body["arms"]:
         raise BadOption("plan", "must hold 'arms:' with a name and flags for each", path)
     for key in body:
         if key not in KEYS:

@@ -15,6 +15,7 @@ from config import Config
 from evaluation import tables
 from inputs import store
 from inputs.indexed import INDEX, read_index
+from inputs.yaml_file import read_yaml
 from run.checks import check_evaluation, check_neighbors, check_validation, warn_of_copies
 from run.complete import complete
 from run.directory import ERROR, RESULTS, RunDirectory, adopt, again, check_writable, default_name, files_of, look, new, opened
@@ -45,7 +46,7 @@ def run(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
 
 def _run(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
     if action.config:
-        in_file = flags.read_yaml(action.config)
+        in_file = read_yaml(action.config)
         if in_file.get("plugin") and not given.get("plugin"):
             raise BadOption("plugin", f"must be typed: {action.config} names {in_file['plugin']}, and no code runs because a file names it")
         given = {**in_file, **given}
@@ -135,7 +136,7 @@ def begin_anew(given: Mapping[str, Any], directory: RunDirectory, action: flags.
         raise BadOption("resume", rule, str(folder))
     if (folder / RESULTS).exists():
         raise BadOption("resume", "lacks checkpoints/last, and has results: there is nothing to go on from", str(folder))
-    then = directory.marker["config"] or flags.read_yaml(str(folder / "config.yaml"))
+    then = directory.marker["config"] or read_yaml(str(folder / "config.yaml"))
     with understood("resume", str(folder)):
         flags.check(then)
     load_plugin_of({**directory.marker, "config": then}, given.get("plugin"))

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from config import FIELDS, FREE_IN_RESUME, FREE_IN_TEST, TOPIC_OF, TOPICS, Action, Config, check, free_in_test, kind_of, read_yaml, to_yaml
+from config import FIELDS, FREE_IN_RESUME, FREE_IN_TEST, TOPIC_OF, TOPICS, Action, Config, check, free_in_test, kind_of, to_yaml
+from inputs.yaml_file import read_yaml
 from run.complete import with_defaults
 from run.presets import PRESETS, patch_size_for
 from utils import BadOption

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from config import FIELDS, kind_of, read_yaml
+from config import FIELDS, kind_of
+from inputs.yaml_file import read_yaml
 from main import OPTIONS
 from run.complete import with_defaults
 

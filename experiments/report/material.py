@@ -26,6 +26,7 @@ from experiments.read import results as read_results
 from experiments.statistics import Estimate, crossed
 from experiments.verdict import Verdicts
 from inputs.indexed import digest_of, read_index
+from inputs.yaml_file import read_mapping
 from run.directory import ERROR, RESULTS, state_of
 from run.directory import METRICS as EPOCHS
 from utils import BadOption
@@ -297,12 +298,9 @@ def best_of(folder: Path) -> tuple[tuple[str, ...], str]:
 
 def configuration(folder: Path) -> dict[str, Any]:
     """Options that have an effect: config.yaml, or what results.json says."""
-    import yaml
-
-    found: Any = None
-    with contextlib.suppress(OSError, yaml.YAMLError, UnicodeDecodeError):
-        found = yaml.safe_load((folder / "config.yaml").read_text())
-    if not isinstance(found, dict):
+    try:
+        found = read_mapping(str(folder / "config.yaml"), "config")
+    except BadOption:
         body = read_json(folder / RESULTS)
         found = {name: value for name, value in (body.get("config") or {}).items() if name not in (body.get("ignored") or {})}
     return {str(name): value for name, value in found.items()}

@@ -12,6 +12,7 @@ import pytest
 import config as flags
 from benchmarks.training import RECIPES, TABLES, Cell, cells_of, show, show_grid, show_predictors
 from classifiers import HEADS
+from inputs.yaml_file import read_yaml
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def test_each_cell_is_a_run_of_its_own_that_the_command_line_takes(table: str, d
         given = typed(cell.flags)
         if recipe := given.pop("config", None):
             assert Path(recipe).parent == RECIPES
-            given = {**flags.read_yaml(recipe), **given}
+            given = {**read_yaml(recipe), **given}
         flags.check(given)
         assert given["head"] in HEADS
         assert given["head"] == cell.arm.partition(",")[0]

@@ -13,6 +13,7 @@ import config as flags
 from config import Config
 from evaluation import tables
 from inputs.rows import Data
+from inputs.yaml_file import read_yaml
 from run.complete import complete
 from run.parts import load_data
 from utils import BadOption
@@ -179,7 +180,7 @@ def test_its_own_configuration_says_nothing(tmp_path: Path, capsys: pytest.Captu
     for head in ("linear", "knn", "attn-knn", "linear+knn"):
         config, _ = completed(head=head)
         (tmp_path / "c.yaml").write_text(flags.to_yaml(config))
-        again, _ = completed(**flags.read_yaml(str(tmp_path / "c.yaml")))
+        again, _ = completed(**read_yaml(str(tmp_path / "c.yaml")))
         assert again == config
     assert told(capsys) == {}
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from config import Action, read_yaml
+from config import Action
 from inputs import store
+from inputs.yaml_file import read_yaml
 from main import main
 from run.complete import complete
 from run.loaded import load

@@ -149,7 +149,7 @@ def as_json(verdicts: Verdicts, arms: Sequence[Summary]) -> dict[str, Any]:
         "baseline": comparison.baseline,
         "arms": list(comparison.arms),
         "comparisons": [_comparison(v, verdicts) for v in verdicts.verdicts],
-        "cells": [{**_place(c), "source": c.source} for c in comparison.cells],
+        "cells": [_place(cell) for cell in comparison.cells],
         "margin": comparison.margin,
         "calibrated": comparison.calibrated,
         "family": list(comparison.family),
@@ -161,7 +161,8 @@ def as_json(verdicts: Verdicts, arms: Sequence[Summary]) -> dict[str, Any]:
 
 
 def _place(cell: Cell) -> dict[str, Any]:
-    return {"arm": cell.arm, "seed": cell.seed, "state": cell.state, "run": cell.run and str(cell.run)}
+    within = {"source": cell.source} if cell.source else {}
+    return {"arm": cell.arm, "seed": cell.seed, "state": cell.state, "run": cell.run and str(cell.run), **within}
 
 
 def _comparison(verdict: Verdict, verdicts: Verdicts) -> dict[str, Any]:

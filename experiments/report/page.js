@@ -91,21 +91,35 @@
     tip.style.left = `${Math.max(4, Math.min(x + 12, window.innerWidth - box.width - 4))}px`;
     tip.style.top = `${Math.max(4, y - box.height - 10)}px`;
   };
+  // The points of a line, or where its marks stand, in the units of its drawing.
+  const pointsOf = (group) => {
+    const marks = all("use", group).map((use) => [Number(use.getAttribute("x")), Number(use.getAttribute("y"))]);
+    const lines = all("path", group).filter((path) => !path.closest("defs")).map((path) =>
+      Array.from(path.getAttribute("d").matchAll(/(-?[\d.]+) (-?[\d.]+)/g), (found) => [Number(found[1]), Number(found[2])]));
+    return [...lines, ...marks.map((mark) => [mark])];
+  };
+  const away = ([x, y], [ax, ay], [bx, by]) => {
+    const [dx, dy] = [bx - ax, by - ay];
+    const along = Math.max(0, Math.min(1, ((x - ax) * dx + (y - ay) * dy) / (dx * dx + dy * dy || 1)));
+    return Math.hypot(x - ax - along * dx, y - ay - along * dy);
+  };
+  const NEAR = 8; // in the drawing's units, about 11 pixels
   for (const drawing of all(".drawing[data-of]")) {
-    for (const path of all("[data-series] path", drawing)) {
-      const wide = path.cloneNode(); // a thin line is hard to point at
-      wide.removeAttribute("id");
-      if (path.closest("defs")) continue;
-      wide.style.stroke = "transparent";
-      wide.style.strokeWidth = "9";
-      wide.style.strokeDasharray = "none";
-      path.after(wide);
-    }
+    let lines = null;
     const count = data.tables[drawing.dataset.of].series.length;
     let at = -1;
     const pointed = (event) => {
-      const group = event.target.closest("[data-series]");
-      if (group) light(drawing, group.dataset.series, event.clientX, event.clientY);
+      lines ??= all("[data-series]", drawing).flatMap((group) => pointsOf(group).map((points) => [group.dataset.series, points]));
+      const svg = drawing.querySelector("svg");
+      const place = new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse());
+      let [best, nearest] = [null, NEAR];
+      for (const [series, points] of lines) {
+        for (let i = 0; i < points.length; i += 1) {
+          const distance = away([place.x, place.y], points[i], points[Math.min(i + 1, points.length - 1)]);
+          if (distance < nearest) [best, nearest] = [series, distance];
+        }
+      }
+      if (best !== null) light(drawing, best, event.clientX, event.clientY);
       else clear();
     };
     drawing.addEventListener("pointermove", pointed);

@@ -93,13 +93,18 @@ def names_of(configurations: Sequence[Mapping[str, Any]]) -> list[str]:
     every = {name for values in configurations for name in values}
     order = [n for n in (*flags.TOPIC_OF, "rows") if n in every]
     differ = [n for n in order if len({repr(values.get(n, "")) for values in configurations}) > 1]
-    # An option without effect in one of them goes with what makes it so, and is told only where nothing else differs.
-    plain = [n for n in differ if all(n in values for values in configurations)]
-    for told in (plain, differ):
-        names = [", ".join(words(values, told)) or "all" for values in configurations]
-        if len(set(names)) == len(names):
-            return names
-    return [f"{name} ({number})" for number, name in enumerate(names, 1)]
+    # An option without effect in one of them goes with what makes it so, and is told only where it tells two apart that nothing else does.
+    told = [n for n in differ if all(n in values for values in configurations)]
+    for name in differ:
+        more = [n for n in differ if n in told or n == name]
+        if len(set(joined(configurations, more))) > len(set(joined(configurations, told))):
+            told = more
+    names = joined(configurations, told)
+    return names if len(set(names)) == len(names) else [f"{name} ({number})" for number, name in enumerate(names, 1)]
+
+
+def joined(configurations: Sequence[Mapping[str, Any]], told: Sequence[str]) -> list[str]:
+    return [", ".join(words(values, told)) or "all" for values in configurations]
 
 
 def words(values: Mapping[str, Any], told: Sequence[str]) -> list[str]:

@@ -18,7 +18,7 @@ from utils import BadOption, shortened
 
 MOST_ARMS = 3  # that are asked: a model and its data are loaded for each
 EACH, NEAR = 2, 5  # queries of a kind, and neighbors of each
-SIDE = 56  # pixels of an image in a page of many
+SIDE = 48  # pixels of an image in a page of many
 INCH = 0.53  # of a small image
 QUERIES, DEPTHS, PATCHES = 3, 4, 9
 SIZES = 8  # of dots

@@ -166,6 +166,6 @@ def test_the_gallery_shows_right_rows_hesitant_mistakes_and_the_surest() -> None
 
 def test_images_are_small_in_a_page() -> None:
     image = small(np.linspace(0, 1, 200 * 100 * 3).reshape(200, 100, 3))
-    assert image.shape == (56, 28, 3)
+    assert image.shape == (48, 24, 3)
     assert tallest([image]) == 2.0
     assert small(np.full((8, 8, 3), 0.5)).shape == (8, 8, 3)

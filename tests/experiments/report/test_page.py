@@ -204,6 +204,31 @@ def test_of_a_folder_with_runs_in_every_state(tmp_path: Path) -> None:
     assert curves == ["lr=0.1, seed 0", "lr=0.1, seed 1", "lr=0.2, seed 0", "lr=0.3, seed 0", "lr=0.4, seed 0"]
 
 
+def test_arms_are_named_by_what_tells_them_apart(tmp_path: Path) -> None:
+    """An option that one of them does not have is told where nothing else differs."""
+    flags: list[dict[str, Any]] = [{"head": "linear"}, *({"head": "knn", "embed_dim": d, "k_train": 16} for d in (0, 32))]
+    runs = [str(run_at(tmp_path / str(number), of, 0)) for number, of in enumerate(flags)]
+    assert gather(runs).arms == ("linear", "knn, embed_dim=0", "knn, embed_dim=32")
+    assert gather(runs[:2]).arms == ("linear", "knn")
+
+
+def test_of_runs_that_were_compared_by_path(tmp_path: Path, capsys: Any) -> None:
+    """The verdict is that of `compare`: its baseline, metric, margin, and which predictors inside the runs were arms."""
+    runs = [str(run_at(tmp_path / str(seed), {}, seed)) for seed in range(3)]
+    words = ["--within", "linear.raw,linear.calibrated", "--baseline", "linear.calibrated", "--metric", "nll", "--margin", "0.5"]
+    assert main(["compare", *runs, *words, "--output_dir", str(tmp_path / "compared")]) == 0
+    told = capsys.readouterr().out
+    material = gather([str(tmp_path / "compared")])
+    assert material.arms == ("linear.raw", "linear.calibrated")
+    read = Read(page(material, sections(material, files=None)))
+    sentence = next(line for line in told.splitlines() if line.startswith("linear.raw "))
+    assert any(text.startswith(sentence[:80]) for text in read.texts["li"])
+    assert material.verdicts is not None
+    assert (material.metric.name, material.verdicts.comparison.margin) == ("nll", 0.5)
+    assert [material.of(arm)[0].said.keys() for arm in material.arms] == [{"raw": 0}.keys(), {"calibrated": 0}.keys()]
+    assert len(material.runs) == 3
+
+
 def test_runs_of_other_rows_are_shown_and_not_compared(tmp_path: Path) -> None:
     one, two = (run_at(tmp_path / name, {"lr": lr}, 0, test_rows=name) for name, lr in (("a", 0.1), ("b", 0.2)))
     material = gather([str(one), str(two)])

@@ -134,7 +134,7 @@ def sortable(name: str, title: str, table: Table, baseline: str = "") -> str:
         f'<div class="tools"><label for="{name}-filter">Filter by name</label>'
         f'<input type="search" id="{name}-filter" data-filters="{name}-table"><span id="{name}-filter-count" role="status"></span>'
         f'<button class="plain" type="button" data-csv="{name}">CSV</button></div>'
-        f'<div class="scroll whole" tabindex="0" role="region" aria-label="{text(title)}"><table class="sortable" id="{name}-table">'
+        f'<div class="scroll long" tabindex="0" role="region" aria-label="{text(title)}"><table class="sortable" id="{name}-table">'
         f'<thead><tr>{heads}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
     )
 

@@ -221,7 +221,7 @@ def test_of_runs_that_were_compared_by_path(tmp_path: Path, capsys: Any) -> None
     material = gather([str(tmp_path / "compared")])
     assert material.arms == ("linear.raw", "linear.calibrated")
     read = Read(page(material, sections(material, files=None)))
-    sentence = next(line for line in told.splitlines() if line.startswith("linear.raw "))
+    sentence = next(line for line in told.splitlines() if line.startswith("linear.raw ") and "linear.calibrated" in line)
     assert any(text.startswith(sentence[:80]) for text in read.texts["li"])
     assert material.verdicts is not None
     assert (material.metric.name, material.verdicts.comparison.margin) == ("nll", 0.5)

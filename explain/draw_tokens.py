@@ -133,6 +133,6 @@ def _legend(figure: Figure, axes: Any, norm: PowerNorm, high: float, depths: Seq
     bar.set_label("attention weight of a patch", fontsize=7.5)
     rest = [] if not grid.prefix else ["the class token"] if grid.prefix == 1 else [f"the {grid.prefix} class and register tokens"]
     rest += ["patches not shown"] if any(depths[c].cut for c in columns) else []
-    lines = ["blue frame: the patch that reads; other frames: the patches that it reads, colored by weight"]
-    lines += ["percent: attention on the framed patches together" + (f"; the rest is on {' and '.join(rest)}" if rest else "")]
-    figure.text((left + 2.4) / figure.get_size_inches()[0], 0.42 / high, "\n".join(lines), fontsize=8, va="center")
+    lines = ["blue frame: the patch that reads", "other frames: the patches that it reads, colored by attention weight"]
+    lines += ["percent: on the framed patches together" + (f"; the rest is on {' and '.join(rest)}" if rest else "")]
+    figure.text((left + 2.4) / figure.get_size_inches()[0], 0.44 / high, "\n".join(lines), fontsize=7.5, va="center")

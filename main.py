@@ -116,7 +116,8 @@ def explain(
     image: Annotated[str, typer.Option(help="INDEX in the test split, or FILE", metavar="TEXT")] = "0",
     queries: Annotated[Text, typer.Option(help="patches that read: 'row,column;row,column' (default: 3)", metavar="TEXT")] = None,
     K: Annotated[Text, typer.Option("--K", help="patches shown (default: selected, or 9 of all), or neighbors (8)", metavar="INT")] = None,
-    head: Annotated[Text, typer.Option(help="attention heads drawn: '0,2' (default: the first 6)", metavar="TEXT")] = None,
+    head: Annotated[Text, typer.Option(help="attention heads drawn: '0,2' or all (default: mean)", metavar="TEXT")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="draw every depth and head")] = False,
     mistakes: Annotated[Text, typer.Option(help="most confident mistakes shown, of neighbors (default: 4)", metavar="INT")] = None,
     output_dir: Annotated[Text, typer.Option("--output_dir", help="where the files go (default: the run)", metavar="TEXT")] = None,
     data_path: Annotated[Text, typer.Option("--data_path", help="where data sets are (default: as the run)", metavar="TEXT")] = None,
@@ -126,7 +127,7 @@ def explain(
     """What a run's layers read (--what tokens), or how its neighbors vote (--what neighbors): a picture and a table."""
     from explain.command import explain as show
 
-    shown = dict(image=image, queries=queries, K=K, head=head, mistakes=mistakes)
+    shown = {"image": image, "queries": queries, "K": K, "head": head, "mistakes": mistakes, "all": everything or None}
     given = dict(output_dir=output_dir, data_path=data_path, device=device, plugin=plugin)
     show({"what": what, "checkpoint": checkpoint, **shown, **given})
 

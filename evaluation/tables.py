@@ -26,6 +26,12 @@ def description(config: Config, summary: Mapping[str, Any], shape: tuple[int, ..
     return "\n".join([*lines, f"{'rows:':<16}{rows}", f"{'parameters:':<16}{parameters(model):,}"])
 
 
+def chosen_by(results: Mapping[str, Any]) -> str:
+    """The rule by which the best epoch is the best."""
+    rules = {"accuracy": "validation accuracy, then NLL", "nll": "validation NLL"}
+    return rules.get(results["config"]["select"], "being the last") if results["val"] else "being the last"
+
+
 def table(results: dict[str, Any], written: Path) -> str:
     """The final table: scores of validation and test side by side, before calibration and after, then cost."""
     variants = results["test_variants"]
@@ -44,9 +50,8 @@ def table(results: dict[str, Any], written: Path) -> str:
     lines += [f"{name:<16}{cells(key, '.2%')}" for key, name in percent.items()]
     lines += [f"{name:<16}{cells(key, '.4f')}" for key, name in plain.items()]
     lines += [f"{name:<16}{cells(key, '.2%')}" for key, name in sure.items()]
-    rules = {"accuracy": "validation accuracy, then NLL", "nll": "validation NLL"}
     cost = {
-        "epoch chosen by": rules.get(results["config"]["select"], "being the last") if results["val"] else "being the last",
+        "epoch chosen by": chosen_by(results),
         "parameters": f"{results['params'] / 1e6:.3f} M",
         "GFLOPs": f"{results['gflops']:.4g}",
         "images/s": "{:,.0f} ({:,.0f} to {:,.0f})".format(results["images_per_second"], *results["images_per_second_quartiles"]),

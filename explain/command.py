@@ -10,7 +10,7 @@ from explain.tokens import tokens
 from utils import BadOption, one_of
 
 KINDS: dict[str, Callable[[dict[str, Any]], None]] = {"tokens": tokens, "neighbors": neighbors}
-ONLY = {"queries": "tokens", "head": "tokens", "mistakes": "neighbors"}  # options that one kind has
+ONLY = {"queries": "tokens", "head": "tokens", "all": "tokens", "mistakes": "neighbors"}  # options that one kind has
 
 
 def explain(options: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from utils import BadOption
 
 NAME = "_neighbor_attention"
 STARTED_BY = {"bash": ".bashrc", "zsh": ".zshrc"}
-FOR_ZSH = "[ -n \"$ZSH_VERSION\" ] && autoload -U +X compinit bashcompinit && compinit -u && bashcompinit\n"
+FOR_ZSH = '[ -n "$ZSH_VERSION" ] && autoload -U +X compinit bashcompinit && compinit -u && bashcompinit\n'
 SCRIPT = """\
 # TAB behind `python main.py`. Made by: python main.py --install-completion
 {zsh}{name}() {{

@@ -78,6 +78,14 @@ def depth_of(layer: Any, attention_map: Tensor, grid: Grid, K: int | None = None
     return Depth(type(layer).__name__, weight, index[..., :shown], ordered[..., :shown] > 0, shown < most, channels)
 
 
+def mean_of(d: Depth) -> Depth:
+    """The mean over heads as if it were one: as many patches as a head has, those of its largest weights."""
+    weight = d.weight.mean(0, keepdim=True)  # (1, P, P)
+    ordered, index = weight.sort(dim=-1, descending=True, stable=True)
+    cut = int((weight > 0).sum(-1).max()) > d.K
+    return Depth(d.name, weight, index[..., : d.K], ordered[..., : d.K] > 0, cut, d.channels)
+
+
 def overlap(a: Depth, b: Depth) -> Tensor:
     """Jaccard overlap of the patches of largest weight in the mean over heads, each patch's for itself: (P,)."""
     count = min(a.K, b.K)

@@ -17,7 +17,7 @@ import config as flags
 from inputs import store
 from inputs.batches import Batches
 from inputs.images import eight_bit
-from inputs.rows import Data, Split
+from inputs.rows import Data, Split, short_name
 from run.complete import complete
 from run.directory import check_writable, list_files
 from run.loaded import Loaded, load
@@ -81,7 +81,7 @@ def make_folder(folder: Path, *names: str) -> None:
 
 def name_of(data: Data) -> str:
     """Short enough for a title."""
-    return data.name if len(data.name) <= 45 else f"...{data.name[-42:]}"
+    return short_name(data.name)
 
 
 def rows_of(loaded: Loaded, part: str) -> Batches:

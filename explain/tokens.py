@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +16,8 @@ from torch import Tensor, nn
 
 from config import Config
 from explain.draw_tokens import draw_tokens
-from explain.selection import Depth, Grid, Locality, choose_queries, depth_of
-from explain.subject import Picked, make_folder, pick_image, pixels_of, prediction_of, read_run, row_of
+from explain.selection import Depth, Grid, Locality, choose_queries, depth_of, mean_of
+from explain.subject import Picked, make_folder, name_of, pick_image, pixels_of, prediction_of, read_run, row_of
 from inputs import store
 from layers import TokenMixer
 from layers.attention_map import Note, noted
@@ -23,7 +26,7 @@ from run.loaded import Loaded
 from utils import BadOption, parse_whole_number, say
 
 TABLE_IMAGES = 64  # the table is a mean over so many test images
-MOST_HEADS, MOST_DEPTHS = 6, 6  # in a picture
+MOST_DEPTHS = 6  # in a picture, without --all
 
 
 def tokens(options: dict[str, Any]) -> None:
@@ -40,15 +43,14 @@ def tokens(options: dict[str, Any]) -> None:
     pixels = pixels_of(loaded.data, picked.x)
     queries = parse_queries(options["queries"], grid) if "queries" in options else choose_queries(pixels, grid)
     depths = depths_of(loaded, grid, picked.x, K)
-    heads = parse_heads(options["head"], depths) if "head" in options else list(range(min(d.heads for d in depths)))[:MOST_HEADS]
-    columns = [round(c) for c in np.linspace(0, len(depths) - 1, min(len(depths), MOST_DEPTHS))]
+    shown = shown_of(depths, options)
     here, over = Locality(grid), locality_of_test(loaded, grid, K)
     here.add(depths)
 
     path = folder / f"explain-tokens-{picked.name}.png"
     make_folder(folder, *(path.with_suffix(end).name for end in (".png", ".txt", ".json")))
-    draw_tokens(path, pixels=pixels, title=picked.title, grid=grid, depths=depths, columns=columns, queries=queries, heads=heads)
-    text = _table(picked, depths, here, over, columns, heads)
+    _draw(path, loaded, picked, pixels=pixels, grid=grid, depths=depths, queries=queries, shown=shown)
+    text = _table(picked, depths, here, over, shown)
     path.with_suffix(".txt").write_text(text + "\n")
     store.write_json(path.with_suffix(".json"), _record(picked, grid, depths, queries, here, over, loaded.config))
     print(f"{text}\n\nwritten to {path}, and beside it as .txt and .json")
@@ -69,12 +71,49 @@ def parse_queries(text: str, grid: Grid) -> list[tuple[int, int]]:
     return list(dict.fromkeys(queries))
 
 
+@dataclass(frozen=True)
+class Shown:
+    """What of the model is in the picture: `columns`, depths; `heads`, or their mean."""
+
+    columns: list[int]
+    heads: list[int]
+    mean: bool
+
+
+def shown_of(depths: list[Depth], options: Mapping[str, Any]) -> Shown:
+    """The mean over heads at up to 6 depths, which fits a slide; the heads that --head names; every head and depth with --all."""
+    every, head = bool(options.get("all")), options.get("head", "all" if options.get("all") else "mean")
+    columns = list(range(len(depths))) if every else [round(c) for c in np.linspace(0, len(depths) - 1, min(len(depths), MOST_DEPTHS))]
+    if head in ("mean", "all"):
+        return Shown(columns, list(range(min(d.heads for d in depths))), head == "mean")
+    return Shown(columns, parse_heads(head, depths), False)
+
+
+def _draw(
+    path: Path,
+    loaded: Loaded,
+    picked: Picked,
+    *,
+    pixels: np.ndarray,
+    grid: Grid,
+    depths: list[Depth],
+    queries: list[tuple[int, int]],
+    shown: Shown,
+) -> None:
+    names = ", ".join(dict.fromkeys(d.name for d in depths))
+    of_heads = "mean over heads" if shown.mean else f"head {shown.heads[0]}" if len(shown.heads) == 1 else "each head by itself"
+    title = f"What patches read: {names} on {name_of(loaded.data)}", f"{picked.title}; {of_heads}"
+    heads = {0: ""} if shown.mean else {h: f"head {h}: " if len(shown.heads) > 1 else "" for h in shown.heads}
+    drawn = [mean_of(d) for d in depths] if shown.mean else depths
+    draw_tokens(path, pixels=pixels, title=title, grid=grid, depths=drawn, columns=shown.columns, queries=queries, heads=heads)
+
+
 def parse_heads(text: str, depths: list[Depth]) -> list[int]:
     last = min(d.heads for d in depths) - 1
     try:
         heads = [parse_whole_number("head", word.strip(), 0, last) for word in text.split(",")]
     except BadOption:
-        raise BadOption("head", f"must be heads by number, 0 to {last}, with commas between", text) from None
+        raise BadOption("head", f"must be mean, all, or heads by number, 0 to {last}, with commas between", text) from None
     return list(dict.fromkeys(heads))
 
 
@@ -141,13 +180,14 @@ def locality_of_test(loaded: Loaded, grid: Grid, K: int | None) -> Locality:
 # ---------------------------------------------------------------- table and record
 
 
-def _table(picked: Picked, depths: list[Depth], here: Locality, over: Locality, columns: list[int], heads: list[int]) -> str:
+def _table(picked: Picked, depths: list[Depth], here: Locality, over: Locality, shown: Shown) -> str:
     """What a person reads: how local each depth is, and how alike neighboring depths select."""
     grid, width = here.grid, max(16, *(len(d.name) for d in depths))
     lines = [picked.title, ""]
-    if len(columns) < len(depths) or len(heads) < max(d.heads for d in depths):
-        shown = f"depths {', '.join(str(c + 1) for c in columns)} of {len(depths)}, heads {', '.join(map(str, heads))}"
-        lines += [f"The picture shows {shown}; the table has them all.", ""]
+    if shown.mean or len(shown.columns) < len(depths) or len(shown.heads) < max(d.heads for d in depths):
+        heads = "the mean over heads" if shown.mean else f"heads {', '.join(map(str, shown.heads))}"
+        seen = f"depths {', '.join(str(c + 1) for c in shown.columns)} of {len(depths)}, {heads}"
+        lines += [f"The picture shows {seen} (--all draws every depth and head); the table has them all.", ""]
     images = f"{over.images} test image{'s, evenly spaced over the split' if over.images > 1 else ''}"
     lines += [f"Mean over {images}; all heads, all {grid.patches} patches of the {grid.height} x {grid.width} grid:", ""]
     head = f"{'depth':<7}{'layer':<{width}}{'shown':>12}{'distance':>10}{'weighted':>10}{'agreement':>11}{'by chance':>11}"
@@ -155,9 +195,9 @@ def _table(picked: Picked, depths: list[Depth], here: Locality, over: Locality, 
     for i, d in enumerate(depths):
         agree = [f"{a.agreement(i):.2f}" if i else "-" for a in (over, here)]
         chance = f"{over.chance(i):.2f}" if i else "-"
-        shown = f"{d.K} of {grid.patches}{'*' if d.cut else ' '}"
+        read = f"{d.K} of {grid.patches}{'*' if d.cut else ' '}"
         lines += [
-            f"{i + 1:<7}{d.name:<{width}}{shown:>12}{over.distance(i):>10.2f}{over.weighted(i):>10.2f}{agree[0]:>11}{chance:>11}"
+            f"{i + 1:<7}{d.name:<{width}}{read:>12}{over.distance(i):>10.2f}{over.weighted(i):>10.2f}{agree[0]:>11}{chance:>11}"
             f"{'':>15}{here.distance(i):>8.2f}{here.weighted(i):>10.2f}{agree[1]:>11}"
         ]
     lines += ["", *(f"{note}." for note in dict.fromkeys(d.note for d in depths) if note)]
@@ -205,7 +245,10 @@ def _record(
                 "note": d.note,
                 "mean": numbers(over, i),
                 "this_image": numbers(here, i),
-                "queries": [{"patch": list(q), "heads": [selected(d, h, q) for h in range(d.heads)]} for q in queries],
+                "queries": [
+                    {"patch": list(q), "heads": [selected(d, h, q) for h in range(d.heads)], "mean": selected(mean_of(d), 0, q)}
+                    for q in queries
+                ],
             }
             for i, d in enumerate(depths)
         ],

@@ -13,17 +13,18 @@ import numpy as np
 
 from inputs.memory import Room, require_room
 from inputs.rows import Source, release, row_blocks
-from utils import BadOption, check_file, say
+from utils import BadOption, check_file, say, shortened
 
 NAMES = ("x_train", "y_train", "x_test", "y_test", "x_val", "y_val")
+CLASSES = "classes"  # their names, if the file has them
 CHECKED = 1 << 20  # bytes of a member whose checksum is computed at once
 LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip member: its mark, and how long its name and its extra field are
 LARGEST = float(np.finfo(np.float32).max)  # what a model reads is float32
 
 
 def read_npz(path: str) -> Source:
-    """x_train, y_train, x_test, y_test: uint8 images, or float rows. Rows that are stored uncompressed stay in the file until they
-    are used, as an array that is mapped."""
+    """x_train, y_train, x_test, y_test: uint8 images, or float rows; classes: names, if there are any. Rows that are stored uncompressed
+    stay in the file until they are used, as an array that is mapped."""
     check_file("dataset", path)
     try:
         with zipfile.ZipFile(path) as archive:
@@ -31,6 +32,7 @@ def read_npz(path: str) -> Source:
             if missing := [k for k in NAMES[:4] if k not in members]:
                 raise BadOption("dataset", f"needs {', '.join(missing)} in the npz", path)
             arrays: dict[str, Any] = {k: _array(archive, members[k], k, path) for k in NAMES if k in members}
+            named = _names(archive, members[CLASSES], path) if CLASSES in members else None
     except BadOption:
         raise
     except OSError as error:
@@ -46,7 +48,31 @@ def read_npz(path: str) -> Source:
     shapes = {k: v.shape for k, v in arrays.items() if k.startswith("x_")}
     if len({shape[1:] for shape in shapes.values()}) > 1:
         raise BadOption("dataset", "needs rows of one shape", ", ".join(f"{k} {shape}" for k, shape in shapes.items()))
-    return Source(**arrays)
+    return Source(**arrays) if named is None else _with_names(arrays, named, path)
+
+
+def _names(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: str) -> np.ndarray | None:
+    """The array that names classes. NOTE: another array of that name was always left out, and files that have one are still read."""
+    with archive.open(member) as content:
+        shape, _, kind = _header(content)
+    if len(shape) == 1 and kind.kind == "U":
+        return _array(archive, member, CLASSES, path)
+    say(f"dataset: the array classes is no list of names ({kind}, {shape}) and is not read ({path})")
+    return None
+
+
+def _with_names(arrays: dict[str, Any], named: np.ndarray, path: str) -> Source:
+    """Class n is called named[n]. Labels are such numbers, or names out of it."""
+    names = tuple(named.tolist())
+    if len(set(names)) < len(names) or not all(name.strip() for name in names):
+        raise BadOption("dataset", "needs names in classes that are not empty, each once", f"{shortened(', '.join(names), 80)} in {path}")
+    number = {name: n for n, name in enumerate(names)}
+    for part in (part for part in arrays if part.startswith("y_") and arrays[part].dtype.kind == "U"):
+        values, inverse = np.unique(arrays[part], return_inverse=True)
+        if other := [value for value in values.tolist() if value not in number]:
+            raise BadOption("dataset", f"needs labels that classes names, {part} has {shortened(other[0], 40)!r}", path)
+        arrays[part] = np.array([number[value] for value in values.tolist()], np.int64)[inverse]
+    return Source(**arrays, classes=names)
 
 
 # ---------------------------------------------------------------- members of the archive

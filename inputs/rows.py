@@ -5,10 +5,15 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
 from torch import Tensor
+
+from utils import shortened
+
+MOST_NAME = 45  # letters of a data set's name in a title
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,15 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.x)
+
+
+def short_name(dataset: str) -> str:
+    """What --dataset names, for a title: the last part of a path, without the prefix."""
+    prefix, colon, path = dataset.partition(":")
+    if not colon:
+        return shortened(prefix, MOST_NAME)
+    path = path.rpartition(":")[0] if prefix == "csv" else path
+    return shortened(PurePath(path).name or path, MOST_NAME)
 
 
 # ---------------------------------------------------------------- rows of a mapped file

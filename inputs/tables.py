@@ -24,9 +24,7 @@ class Table:
     `columns`: what they are called, in this order; empty where they have no names.
     """
 
-    def __init__(
-        self, numbers: np.ndarray, categories: np.ndarray, rows: np.ndarray | None = None, *, columns: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, numbers: np.ndarray, categories: np.ndarray, rows: np.ndarray | None = None, *, columns: Sequence[str] = ()) -> None:
         self._numbers, self._categories, self._rows, self.columns = numbers, categories, rows, tuple(columns)
 
     @staticmethod

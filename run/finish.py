@@ -67,9 +67,7 @@ def rows_for_ood(config: Config, data: Data, device: torch.device) -> AnyBatches
     return foreign_rows(config, data, name, device) if name else None
 
 
-def finish(
-    parts: Parts, directory: RunDirectory, action: flags.Action, checkpoints: Checkpoints, *, resume: bool
-) -> dict[str, Any]:
+def finish(parts: Parts, directory: RunDirectory, action: flags.Action, checkpoints: Checkpoints, *, resume: bool) -> dict[str, Any]:
     """Trains, tests the best epoch once, writes results.json last."""
     config, data, model, folder = parts.config, parts.data, parts.model, directory.path
     epochs = config.training.num_epochs
@@ -96,7 +94,8 @@ def finish(
         directory.claim([folder / predictions.FILE])
         results = measure(evaluator, parts, folder, epoch=place.best_epoch, seconds=place.seconds, val=place.best)
         table = tables.table(results, folder)
-        epochs_text, picture = curves.epochs_of(folder, table, place.best_epoch)
+        title, rule = curves.title_of(flags.effective(config)), tables.chosen_by(results)
+        epochs_text, picture = curves.epochs_of(folder, table, place.best_epoch, title=title, rule=rule)
         directory.write("train_eval_results.txt", epochs_text)
         directory.write("curves.png", picture)
         directory.finish(results)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from torch import Tensor
 
 from classifiers.predictors import Interpolation, Vote
 from evaluation.evaluator import Evaluator
 from explain.cases import Votes, worth_a_bar
+from explain.draw_neighbors import draw_neighbors
 from explain.neighbors import images_of, ranges, summary
 from explain.subject import pick_image
 from main import main
@@ -199,6 +202,33 @@ def test_a_plain_head_and_the_votes_over_its_features(runs: Path) -> None:
     check_mistakes(record, loaded, probs, 4)
     assert record["calibrated"] is True
     assert "have no part in it" in record["notes"][1]
+
+
+@pytest.mark.parametrize(("run", "own"), [("attn", "attention"), ("interpolated", "interpolation"), ("linear", "linear")])
+def test_the_prediction_is_the_calibrated_one_that_the_run_kept(run: str, own: str, runs: Path) -> None:
+    record = explained(runs / run, "--image", "5", "--mistakes", "2", name="5")
+    kept = load_file(runs / run / "predictions.safetensors")
+    calibrated, raw = kept[f"{own}.calibrated"].exp(), kept[f"{own}.raw"].exp()
+    for case in (record["query"], *record["mistakes"]):
+        assert case["votes"]["prediction"] == pytest.approx(calibrated[case["row"]].tolist(), abs=1e-5)
+        assert case["probability"] == pytest.approx(float(calibrated[case["row"]].max()), abs=1e-5)
+    assert float((calibrated - raw).abs().max()) > 1e-4  # so that the check above can tell them apart
+
+
+def test_a_picture_is_as_narrow_as_a_column_and_has_names_as_they_are(runs: Path) -> None:
+    """Names that matplotlib would read as mathematics, and long ones; in whatever number of lines, letters keep their size."""
+    loaded, _ = known(runs / "attn")
+    votes = Votes(loaded)
+    names = ("$a_{", "a class of a very long name", "c", "d$", "<e>")
+    (case,) = votes.cases(votes.retrieve_test().subset(torch.tensor([3])), ["three"], [3], [1], 7)
+    case = dataclasses.replace(case, true=names[1], predicted=names[0])
+    header = {"title": "$t_{", "notes": ["a note " * 40], "weights": votes.name, "k": 7, "test": {"wrong": {"rows": 1}}}
+    images = [np.zeros((6, 6, 3))] * 8
+    draw_neighbors(Path("one.png"), header, [case], [images], names)
+    draw_neighbors(Path("two.png"), header, [case, case], [images, images], names)
+    with Image.open("one.png") as one, Image.open("two.png") as two:
+        assert one.width == two.width < 8 * 170
+        assert two.height > 1.4 * one.height
 
 
 # ---------------------------------------------------------------- by hand

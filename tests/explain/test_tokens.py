@@ -12,6 +12,8 @@ import torch
 from PIL import Image
 
 import models
+from explain.draw_tokens import draw_tokens
+from explain.selection import Depth, Grid
 from explain.tokens import look
 from layers import TokenMixer
 from main import main
@@ -69,6 +71,39 @@ def test_the_command(layer: str, shown: int, capsys: pytest.CaptureFixture[str])
         assert record["depths"][1]["mean"]["agreement"] == 1
         corner = {tuple(s["patch"]) for s in record["depths"][0]["queries"][0]["heads"][2]}
         assert corner == {(r, c) for r in range(3) for c in range(3)}
+
+
+def test_what_is_drawn_follows_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default the mean over heads; --all, every head and depth; --head, those that it names."""
+    deep = [*FAKE[:4], "--num_layers", "8", *SMALL[2:], "--layer", "KvtAttention(K=5)"]
+    assert main([*deep, "--output_dir", "run"]) == 0
+    drawn: list[dict[str, Any]] = []
+    monkeypatch.setattr("explain.tokens.draw_tokens", lambda path, **parts: (drawn.append(parts), draw_tokens(path, **parts)))
+    record = explained([])
+    for words in (["--all"], ["--head", "all"], ["--head", "2,0"], ["--all", "--head", "1"]):
+        explained(words)
+    assert [(list(of["heads"]), len(of["columns"])) for of in drawn] == [([0], 6), ([0, 1, 2], 8), ([0, 1, 2], 6), ([2, 0], 6), ([1], 8)]
+    assert [of["title"][1].rpartition("; ")[2] for of in drawn[::4]] == ["mean over heads", "head 1"]
+    row = drawn[0]["queries"][1][0] * 4 + drawn[0]["queries"][1][1]
+    kept = drawn[0]["depths"][3].index[0, row].tolist()
+    of_heads = drawn[1]["depths"][3].weight[:, row].mean(0)  # (P,)
+    assert set(of_heads[kept].tolist()) == set(of_heads.sort(descending=True).values[:5].tolist())
+    mean = record["depths"][3]["queries"][1]["mean"]
+    assert [r * 4 + c for r, c in (patch["patch"] for patch in mean)] == kept
+    assert [patch["weight"] for patch in mean] == pytest.approx(of_heads[kept].tolist(), abs=1e-6)
+
+
+def test_a_frame_leaves_the_image_visible() -> None:
+    """No pixel inside a frame is painted over: the patch that is read looks as in the image."""
+    grid = Grid(8, 8)
+    weight = torch.zeros(1, 64, 64)
+    weight[0, :, 27] = 1
+    depth = Depth("Own", weight, torch.full((1, 64, 1), 27), torch.ones(1, 64, 1, dtype=torch.bool), cut=False, channels=(5, 5))
+    pixels = np.full((64, 64, 3), (0.2, 0.8, 0.4))
+    draw_tokens(Path("p.png"), pixels=pixels, title=("$a_{", "b"), grid=grid, depths=[depth], columns=[0], queries=[(0, 0)], heads={0: ""})
+    picture = np.asarray(Image.open("p.png").convert("RGB")).astype(int)
+    same = (abs(picture - np.array([51, 204, 102])) <= 1).all(-1)
+    assert same.sum() > 0.85 * 2 * (1.4 * 150 * 0.95) ** 2  # of the image and of the small picture, in pixels
 
 
 def test_flags_and_a_file_of_ones_own() -> None:
@@ -183,7 +218,7 @@ def test_refusals(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("--checkpoint run --K many", "--K must be a whole number of at least 1, got 'many'"),
         ("--checkpoint run --queries 1", "--queries must be patches 'row,column;row,column', rows 0 to 3 and columns 0 to 3, got '1'"),
         ("--checkpoint run --queries 1,4", "--queries must be patches 'row,column;row,column', rows 0 to 3 and columns 0 to 3"),
-        ("--checkpoint run --head 3", "--head must be heads by number, 0 to 2, with commas between, got '3'"),
+        ("--checkpoint run --head 3", "--head must be mean, all, or heads by number, 0 to 2, with commas between, got '3'"),
         ("--checkpoint run --device tpu", "--device must be one of auto, cpu, cuda, mps"),
         ("--checkpoint run --output_dir /proc/none", "--output_dir must be a directory that can be written"),
         ("--checkpoint run --heads 3", "No such option: --heads"),

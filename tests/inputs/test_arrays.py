@@ -56,6 +56,39 @@ def test_npz_labels_of_any_kind_become_class_numbers(tmp_path):
         assert data.train.y.dtype == np.int64
 
 
+@pytest.mark.parametrize("labels", [[1, 0, 2, 2, 0, 1], ["ant", "bee", "cow", "cow", "bee", "ant"]])
+def test_npz_class_names(labels, tmp_path):
+    """By number, in the order of the array, though it is not that of the alphabet; a class may have no rows."""
+    x, names = pixels(6, 3, 3), np.array(["bee", "ant", "cow", "dog"])
+    data = load(npz(tmp_path, x_train=x, y_train=np.array(labels), x_test=x, y_test=np.array(labels), classes=names), val_fraction=0)
+    assert data.classes == ("bee", "ant", "cow", "dog")
+    assert data.train.y.tolist() == data.test.y.tolist() == [1, 0, 2, 2, 0, 1]
+    assert data.summary["class_counts"] == [2, 2, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("names", "labels", "rule"),
+    [
+        (["a", "a", "b"], [0, 1], "needs names in classes that are not empty, each once"),
+        (["a", " "], [0, 1], "needs names in classes that are not empty, each once"),
+        (["a", "b"], [1, 2], "needs labels from 0 to 1"),
+        (["a", "b"], ["a", "c"], "needs labels that classes names, y_train has 'c'"),
+    ],
+)
+def test_npz_class_names_that_do_not_fit(names, labels, rule, tmp_path):
+    x, y = pixels(6, 3, 3), np.array(labels)[np.arange(6) % 2]
+    with pytest.raises(BadOption, match=f"^dataset {rule}"):
+        load(npz(tmp_path, x_train=x, y_train=y, x_test=x, y_test=y, classes=np.array(names)), val_fraction=0)
+
+
+@pytest.mark.parametrize("other", [np.arange(2), np.array([["a", "b"]]), np.array(["a", None], object)])
+def test_an_array_classes_that_is_no_list_of_names_is_left_out(other, tmp_path, capsys):
+    x, y = pixels(6, 3, 3), np.arange(6) % 2
+    data = load(npz(tmp_path, x_train=x, y_train=y, x_test=x, y_test=y, classes=other), val_fraction=0)
+    assert data.classes == ("0", "1")
+    assert "the array classes is no list of names" in capsys.readouterr().err
+
+
 def test_npz_with_its_own_validation_set(tmp_path):
     x, y = pixels(31, 4, 4), np.arange(31) % 3
     file = npz(tmp_path, x_train=x, y_train=y, x_test=x[:5], y_test=y[:5], x_val=x[5:12], y_val=y[5:12])

@@ -14,6 +14,7 @@ from experiments.report.material import Material
 
 MOST_NAMED = 12  # classes whose names and counts stand in a matrix
 MOST_PAIRS = 400
+DASHED = (0, (4, 1.5))
 VARIANTS = {"raw": "as trained", "calibrated": "calibrated"}
 
 
@@ -116,9 +117,6 @@ def reliability(material: Material, arm: str, number: int) -> Picture:
     names = tuple(VARIANTS[name] for name in variants)
     title = f"Reliability: {cut(arm, 80)}"
     return Picture(name=f"reliability-{number}", title=title, about=about, table=Table(heads, rows), draw=draw, height=3.0, series=names)
-
-
-DASHED = (0, (4, 1.5))
 
 
 # ---------------------------------------------------------------- confusion

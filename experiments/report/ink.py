@@ -77,7 +77,6 @@ class Picture:
     draw: Callable[[Figure], None]
     height: float = 2.5
     series: tuple[str, ...] = ()
-    files: bool = True
 
 
 @dataclass(frozen=True)

@@ -78,17 +78,15 @@ class Shown:
     @cached_property
     def said(self) -> dict[str, Answers]:
         """Answers to the test rows, as trained and calibrated, as far as they were kept."""
-        found: dict[str, Answers] = {}
         if not self.run.results:
-            return found
-        name, _, variant = self.source.rpartition(".")
+            return {}
         known = kept(self.run.folder)
-        fixed = self.source in known.sources
+        if self.source in known.sources:  # one variant of a predictor
+            return {self.source.rpartition(".")[2].removesuffix("_tta"): answers(self.run.folder, self.source)}
+        found: dict[str, Answers] = {}
         for title, calibrated in (("raw", False), ("calibrated", True)):
             with contextlib.suppress(BadOption):
-                asked = name if fixed else self.source
-                if not fixed or variant.removesuffix("_tta") == title:
-                    found[title] = answers(self.run.folder, known.source(self.source if fixed else asked, calibrated=calibrated))
+                found[title] = answers(self.run.folder, known.source(self.source, calibrated=calibrated))
         return found
 
 
@@ -125,6 +123,13 @@ class Material:
 
     def estimate(self, arm: str) -> Estimate | None:
         """The metric of an arm, with what seeds and rows do to it."""
+        return self._estimates[arm]
+
+    @cached_property
+    def _estimates(self) -> dict[str, Estimate | None]:
+        return {arm: self._estimate(arm) for arm in self.arms}
+
+    def _estimate(self, arm: str) -> Estimate | None:
         if self.verdicts is not None and self.verdicts.scored.seeds(name := self.verdicts.comparison.same_as.get(arm, arm)):
             return self.verdicts.scored.mean(name)
         found = [cell.said["raw"] for cell in self.of(arm) if "raw" in cell.said]

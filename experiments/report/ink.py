@@ -11,6 +11,8 @@ from html import escape
 from typing import Any
 
 import matplotlib as mpl
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
@@ -93,7 +95,8 @@ def drawn(picture: Picture, *, files: bool = True) -> Drawn:
         warnings.simplefilter("ignore")  # of glyphs that the font lacks
         figure = Figure(figsize=(WIDTH, picture.height), layout="constrained")
         picture.draw(figure)
-        figure.draw_without_rendering()
+        if engine := figure.get_layout_engine():
+            engine.execute(figure)
         figure.set_layout_engine("none")
         page = for_page(_svg(figure, "none"), picture)
         if not files:
@@ -101,14 +104,16 @@ def drawn(picture: Picture, *, files: bool = True) -> Drawn:
         # Outlines instead of letters: no converter looks for a font, and no PDF that is made of it lacks one.
         paper = _svg(figure, "path").replace(TEXT, "#000000")
         png = io.BytesIO()
-        figure.savefig(png, format="png", dpi=300, facecolor="white", metadata={"Software": None})
+        figure.set(dpi=300, facecolor="white")
+        FigureCanvasAgg(figure).print_png(png, metadata={"Software": None})
     return Drawn(page, paper.encode(), png.getvalue())
 
 
 def _svg(figure: Figure, fonts: str) -> str:
     text = io.StringIO()
     with mpl.rc_context({"svg.fonttype": fonts}):
-        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        # NOTE: by the canvas, because savefig draws twice
+        FigureCanvasSVG(figure).print_svg(text, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     return re.sub(r"<metadata>.*?</metadata>", "", text.getvalue(), flags=re.DOTALL)
 
 

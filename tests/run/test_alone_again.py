@@ -64,16 +64,17 @@ def placed(others: Others, out: Path) -> dict[str, Any]:
     return found
 
 
-@case("data_path", "workers")
+@case("data_path", "workers", "skip_broken")
 def from_files(others: Others, out: Path) -> dict[str, Any]:
-    """Zeros and ones among the digits, as image files that a process of its own reads."""
+    """Zeros and ones among the digits, as image files that a process of its own reads; one of them is none."""
     digits = load_digits()
     for number, (pixels, label) in enumerate((x, y) for x, y in zip(digits.images, digits.target, strict=True) if y < 2):
         part = "val" if number % 4 == 0 else "train"
         file = out / "data" / part / f"n{label}" / f"{number}.JPEG"
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray((15 * pixels).astype(np.uint8)).save(file, quality=95)
-    small = {"resize": 16, "patch_size": 4, "num_layers": 1, "num_heads": 2, "d_hidden": 32, "d_mlp": 32, "augment": False}
+    (out / "data" / "train" / "n0" / "broken.JPEG").write_bytes(b"no image")
+    small = {"skip_broken": True, "resize": 16, "patch_size": 4, "num_layers": 1, "num_heads": 2, "d_hidden": 32, "d_mlp": 32, "augment": False}
     given = {**small, "dataset": "imagenet", "data_path": str(out / "data"), "workers": 1, "num_epochs": 6, "batch_size": 16, "lr": 4e-3}
     return run({**given, "calibrate": "none", "baselines": False, "output_dir": str(out / "run")}, Action())
 

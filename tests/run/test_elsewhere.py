@@ -107,7 +107,7 @@ def test_ctrl_c_in_the_final_evaluation_says_how_to_go_on(tmp_path: Path, monkey
         raise KeyboardInterrupt
 
     folder = tmp_path / "run"
-    monkeypatch.setattr("run.run.measure", interrupted)
+    monkeypatch.setattr("run.finish.measure", interrupted)
     with pytest.raises(Stopped, match=r"training is done and saved\. resume with: .* --resume ") as stop:
         run({**SMALL, "output_dir": str(folder)}, Action())
     monkeypatch.undo()

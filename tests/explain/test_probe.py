@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from explain.probe import draw, interval_of
 from main import main
-from models.probe import KRow
+from models.probe import Count, KRow
 
 FAKE = "fake(train=40, test=23, size=32, classes=3)"
 SMALL = ["--num_epochs", "1", "--batch_size", "16"]
@@ -53,7 +53,8 @@ def test_the_interval_holds_the_shares_from_which_the_count_is_not_unlikely(righ
 
 def test_the_picture_has_the_intervals(tmp_path: Path) -> None:
     """Also of K = all alone, and with a title that matplotlib would read as mathematics."""
-    for name, counts in (("both", (1, 9, "all")), ("all", ("all",)), ("cut", (4,))):
+    asked: dict[str, list[Count]] = {"both": [1, 9, "all"], "all": ["all"], "cut": [4]}
+    for name, counts in asked.items():
         draw([KRow(k, 0.5, 1.0, 20) for k in counts], tmp_path / f"{name}.png", title="$a_{")
         assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
 

@@ -30,14 +30,16 @@ def test_tensorboard_holds_scores_options_and_figures(tmp_path: Path) -> None:
         tracker.log({"val/nll": 2.0}, 1)
         tell_results(tracker, results())
     assert all(path.is_file() and path.name.startswith("events.out.tfevents.") for path in tmp_path.iterdir())
-    scalars, images, options = {}, [], {}
+    scalars: dict[str, float] = {}
+    images: list[Any] = []
+    options: dict[str, Any] = {}
     for path in tmp_path.iterdir():
         found = accumulator.EventAccumulator(str(path))
         found.Reload()
         tags = found.Tags()
         scalars |= {tag: found.Scalars(tag)[0].value for tag in tags["scalars"]}
         images += [found.Images(tag)[0] for tag in tags["images"]]
-        if "_hparams_/session_start_info" in tags.get("tensors", []) or "_hparams_/session_start_info" in found.summary_metadata:
+        if "_hparams_/session_start_info" in found.summary_metadata:
             content = found.summary_metadata["_hparams_/session_start_info"].plugin_data.content
             options = hparams_of(content)
     assert scalars == {"val/nll": 2.0, "test/accuracy": 0.75, "test/nll": 1.5}

@@ -81,19 +81,9 @@ def _draw(header: Mapping[str, Any], cases: Sequence[Case], images: Sequence[Seq
         _chart(axes(last, down, CHART, chart), case, classes, colors)
     for i, handles in enumerate(key):
         at_line = (LEFT - 0.05) / wide, (below - 0.28 - 0.2 * i) / high
-        style = {"fontsize": 8, "frameon": False, "borderpad": 0, "columnspacing": 1.4, "handlelength": 1.6}
-        figure.add_artist(
-            Legend(
-                figure,
-                handles,
-                [h.get_label() for h in handles],
-                loc="lower left",
-                ncols=len(handles),
-                bbox_to_anchor=at_line,
-                bbox_transform=figure.transFigure,
-                **style,
-            )
-        )
+        style: dict[str, Any] = {"fontsize": 8, "frameon": False, "borderpad": 0, "columnspacing": 1.4, "handlelength": 1.6}
+        style |= {"loc": "lower left", "ncols": len(handles), "bbox_to_anchor": at_line, "bbox_transform": figure.transFigure}
+        figure.add_artist(Legend(figure, handles, [str(h.get_label()) for h in handles], **style))
     count = f"{shown} of {header['k']}" if shown < header["k"] else f"all {shown}"
     text(high - 0.16, f"{count} neighbors by weight (the bar below): class, weight in the vote", fontsize=8)
     return figure

@@ -50,7 +50,7 @@ def draw_tokens(
 
     for i, line in enumerate(title):
         points = min((11, 9)[min(i, 1)], 120 * (wide - 2 * LEFT) / max(1, len(line)))  # a letter is 0.6 as wide as it is high
-        style = {"weight": "normal" if i else "bold", "color": "0.3" if i else "black", "va": "center", "parse_math": False}
+        style: dict[str, Any] = {"weight": "normal" if i else "bold", "color": "0.3" if i else "black", "va": "center", "parse_math": False}
         figure.text(LEFT / wide, 1 - (0.22 + 0.22 * i) / high, line, fontsize=points, **style)
     drawn = np.concatenate([_shown(depths[c], tuple(heads), q, grid) for c in columns for q in queries])
     norm = PowerNorm(0.5, 0, max(float(drawn.max(initial=0)), 1e-6))  # by the root: small weights are seen, too

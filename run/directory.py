@@ -24,6 +24,7 @@ from utils import BadOption, Halt
 
 MARKER, FORMAT = "run.json", "neighbor attention run, version 1"
 RESULTS = "results.json"  # written last: a directory without it holds a run that did not finish
+FLAT = "results.csv"  # the same in short. NOTE: not in OWN: in a run that is older than it, a file of this name is somebody's
 ERROR = "error.txt"  # what ended a run that failed
 METRICS, PREDICTIONS = "metrics.jsonl", "predictions.safetensors"
 CHECKPOINTS = tuple(f"checkpoints/{name}" for name in ("last", "best"))

@@ -18,11 +18,12 @@ from config import Config
 from evaluation import curves, predictions, tables
 from evaluation.cost import cost_of
 from evaluation.evaluator import Evaluator
+from evaluation.flat import as_csv, flat_results, scores_of
 from inputs import store
 from inputs.batches import AnyBatches
 from inputs.rows import Data
 from run.checks import check_evaluation, warn_of_known_rows
-from run.directory import ERROR, RunDirectory
+from run.directory import ERROR, FLAT, RunDirectory
 from run.parts import Kept, build_model, dry_run, foreign_rows, loader, loaders
 from run.prepare import calibration_mode, groups_of, prepare
 from run.provenance import git_state, versions
@@ -30,7 +31,7 @@ from train_eval import train
 from training import checkpoint
 from training.bank import collapse, spread_of
 from training.checkpoint import Checkpoints
-from training.progress import TRACKERS, Log
+from training.progress import Log, Results, Tracker, tell_results, tracked
 from utils import WARNINGS, BadOption, Diverged, Halt, Interrupted, Stopped, doing, say, warn
 
 
@@ -69,11 +70,18 @@ def rows_for_ood(config: Config, data: Data, device: torch.device) -> AnyBatches
 
 def finish(parts: Parts, directory: RunDirectory, action: flags.Action, checkpoints: Checkpoints, *, resume: bool) -> dict[str, Any]:
     """Trains, tests the best epoch once, writes results.json last."""
+    config = parts.config
+    with tracked(config.output.tracker, directory.path, config.flat()) as tracker:
+        return _finish(parts, directory, action, checkpoints, tracker=tracker, resume=resume)
+
+
+def _finish(
+    parts: Parts, directory: RunDirectory, action: flags.Action, checkpoints: Checkpoints, *, tracker: Tracker, resume: bool
+) -> dict[str, Any]:
     config, data, model, folder = parts.config, parts.data, parts.model, directory.path
     epochs = config.training.num_epochs
     with doing("preparing the rows"):
         sets = loaders(config, data, model, parts.device, Kept.of(config, folder, parts.typed, directory))
-    tracker = TRACKERS[config.output.tracker](folder, config.flat())
     log = Log(folder, tracker, epochs=epochs, batches=len(sets.train), owner=directory)
     until = min(epochs, action.stop_after or epochs)
     with doing("training"):
@@ -98,7 +106,11 @@ def finish(parts: Parts, directory: RunDirectory, action: flags.Action, checkpoi
         epochs_text, picture = curves.epochs_of(folder, table, place.best_epoch, title=title, rule=rule)
         directory.write("train_eval_results.txt", epochs_text)
         directory.write("curves.png", picture)
+        row = flat_results(results)
+        if FLAT in directory.files or not (folder / FLAT).exists():
+            directory.write(FLAT, as_csv(row))
         directory.finish(results)
+    tell_results(tracker, Results(scores_of(row), flags.effective(config), {"curves": picture}, table))
     print(table)
     return results
 

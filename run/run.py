@@ -18,7 +18,7 @@ from inputs.indexed import INDEX, read_index
 from inputs.yaml_file import read_yaml
 from run.checks import check_evaluation, check_neighbors, check_validation, warn_of_copies
 from run.complete import complete
-from run.directory import ERROR, RESULTS, RunDirectory, adopt, again, check_writable, default_name, files_of, look, new, opened
+from run.directory import ERROR, FLAT, RESULTS, RunDirectory, adopt, again, check_writable, default_name, files_of, look, new, opened
 from run.finish import Parts, finish, measure, rows_for_ood, watched
 from run.loaded import load
 from run.parts import choose_device, dry_run, load_data, with_published_normalization
@@ -189,6 +189,7 @@ def go_on(given: Mapping[str, Any], directory: RunDirectory, action: flags.Actio
         directory.forget_digests()
         if (folder / RESULTS).exists():  # a run without results did not finish: it goes on, so the old ones get another name
             directory.rename(RESULTS, f"results-epoch{facts['epoch']}.json")
+        directory.delete(FLAT)
         directory.delete(ERROR)
         directory.write("config.yaml", flags.to_yaml(config))
         write_command(directory)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import json
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from inputs.files import append, read_plain, write_atomically
 from inputs.store import Owner
-from utils import BadOption, Interrupted, say
+from utils import BadOption, Interrupted, say, shortened, warn
 
 METRICS = "metrics.jsonl"
 MOST_METRICS = 1 << 30  # bytes
@@ -52,7 +56,7 @@ class Stop:
 
 
 class Tracker:
-    """Where metrics go besides metrics.jsonl. This one goes nowhere; the others have the same two methods."""
+    """Where metrics go besides metrics.jsonl. This one goes nowhere; the others have the same methods."""
 
     package = ""
 
@@ -62,8 +66,21 @@ class Tracker:
     def log(self, values: Mapping[str, float], step: int) -> None:
         pass
 
+    def results(self, results: Results) -> None:
+        """Once, after the test."""
+
     def finish(self) -> None:
         pass
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a tracker is told at the end of a run: test scores by name, options that had an effect, PNG files by name, the final table."""
+
+    scores: Mapping[str, float]
+    options: Mapping[str, Any]
+    figures: Mapping[str, bytes]
+    table: str
 
 
 class TensorBoard(Tracker):
@@ -78,6 +95,14 @@ class TensorBoard(Tracker):
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
 
+    def results(self, results: Results) -> None:
+        options = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in results.options.items()}
+        # In the run's own folder: by default add_hparams makes one named after the time, which no run has listed.
+        self.writer.add_hparams(options, dict(results.scores), run_name=".")
+        for name, png in results.figures.items():
+            self.writer.add_image(name, np.asarray(picture(png)), dataformats="HWC")
+        self.writer.add_text("results", f"```\n{results.table}\n```")
+
     def finish(self) -> None:
         self.writer.close()
 
@@ -91,6 +116,12 @@ class WandB(Tracker):
     def log(self, values: Mapping[str, float], step: int) -> None:
         importlib.import_module(self.package).log(dict(values), step=step)
 
+    def results(self, results: Results) -> None:
+        package = importlib.import_module(self.package)
+        package.log({**results.scores, **{name: package.Image(picture(png)) for name, png in results.figures.items()}})
+        if hasattr(self.run, "summary"):
+            self.run.summary.update(dict(results.scores))
+
     def finish(self) -> None:
         importlib.import_module(self.package).finish()
 
@@ -99,7 +130,31 @@ class Trackio(WandB):  # trackio has wandb's interface by design
     package = "trackio"
 
 
+def picture(png: bytes) -> Any:
+    from PIL import Image
+
+    return Image.open(io.BytesIO(png)).convert("RGB")
+
+
 TRACKERS = {"none": Tracker, "tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
+
+
+@contextlib.contextmanager
+def tracked(name: str, folder: Path, config: Mapping[str, Any]) -> Iterator[Tracker]:
+    """A tracker that is finished however the run ends."""
+    tracker = TRACKERS[name](folder, config)
+    try:
+        yield tracker
+    finally:
+        tracker.finish()
+
+
+def tell_results(tracker: Tracker, results: Results) -> None:
+    """NOTE: the run is over and written: a tracker that can't be reached takes nothing from it."""
+    try:
+        tracker.results(results)
+    except Exception as error:
+        warn(f"tracker: the results did not reach it ({type(error).__name__}: {shortened(error, 120)}); the run has them all")
 
 
 def check_tracker(name: str) -> None:
@@ -142,7 +197,6 @@ class Log:
     def __exit__(self, *error: object) -> None:
         if self.bar:
             self.bar.stop()
-        self.tracker.finish()
 
     def step(self, epoch: int, batch: int, losses: Mapping[str, float], speed: float) -> None:
         if self.bar:

@@ -58,7 +58,7 @@ def test_a_legend_lies_below_the_numbers_of_its_axis(drawn: list[Figure]) -> Non
     for axes in drawn[0].axes[:3]:
         legend = axes.get_legend()
         assert legend is not None
-        lowest = min(axes.xaxis.get_tightbbox().y0, *(label.get_window_extent().y0 for label in axes.get_xticklabels()))
+        lowest = min(label.get_window_extent().y0 for label in (*axes.get_xticklabels(), axes.xaxis.label))
         assert legend.get_window_extent().y1 <= lowest
 
 

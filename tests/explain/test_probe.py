@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
 import torch
 from safetensors.torch import save_file
 
+from explain.probe import draw, interval_of
 from main import main
+from models.probe import Count, KRow
 
 FAKE = "fake(train=40, test=23, size=32, classes=3)"
 SMALL = ["--num_epochs", "1", "--batch_size", "16"]
@@ -34,6 +37,26 @@ def test_probe_of_a_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {row["rows"] for row in rows} == {23}
     assert (here / "run" / "probe.png").read_bytes()[:4] == b"\x89PNG"
     assert "as dense" in capsys.readouterr().out
+    for row in rows:
+        low, high = row["interval"]
+        assert 0 <= low < row["accuracy"] < high <= 1 or row["accuracy"] in (low, high)
+
+
+@pytest.mark.parametrize(("right", "rows"), [(0, 7), (3, 7), (7, 7), (41, 100), (99, 100)])
+def test_the_interval_holds_the_shares_from_which_the_count_is_not_unlikely(right: int, rows: int) -> None:
+    """Wilson's interval is where |accuracy - p| <= z sqrt(p (1 - p) / n); searched here on a grid."""
+    low, high = interval_of(KRow("all", right / rows, 1.0, rows))
+    shares = np.linspace(0, 1, 200_001)
+    likely = shares[abs(right / rows - shares) <= 1.959964 * np.sqrt(shares * (1 - shares) / rows) + 1e-12]
+    assert (low, high) == pytest.approx((likely.min(), likely.max()), abs=1e-5)
+
+
+def test_the_picture_has_the_intervals(tmp_path: Path) -> None:
+    """Also of K = all alone, and with a title that matplotlib would read as mathematics."""
+    asked: dict[str, list[Count]] = {"both": [1, 9, "all"], "all": ["all"], "cut": [4]}
+    for name, counts in asked.items():
+        draw([KRow(k, 0.5, 1.0, 20) for k in counts], tmp_path / f"{name}.png", title="$a_{")
+        assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_probe_of_published_weights(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,7 +78,12 @@ def test_what_is_drawn_follows_the_flags(monkeypatch: pytest.MonkeyPatch) -> Non
     deep = [*FAKE[:4], "--num_layers", "8", *SMALL[2:], "--layer", "KvtAttention(K=5)"]
     assert main([*deep, "--output_dir", "run"]) == 0
     drawn: list[dict[str, Any]] = []
-    monkeypatch.setattr("explain.tokens.draw_tokens", lambda path, **parts: (drawn.append(parts), draw_tokens(path, **parts)))
+
+    def kept(path: Path, **parts: Any) -> None:
+        drawn.append(parts)
+        draw_tokens(path, **parts)
+
+    monkeypatch.setattr("explain.tokens.draw_tokens", kept)
     record = explained([])
     for words in (["--all"], ["--head", "all"], ["--head", "2,0"], ["--all", "--head", "1"]):
         explained(words)

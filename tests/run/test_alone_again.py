@@ -15,7 +15,7 @@ from sklearn.datasets import load_digits
 
 from config import Action
 from run.run import run
-from training.progress import TRACKERS, Tracker
+from training.progress import TRACKERS, Results, Tracker
 from utils import Stopped
 
 pytestmark = pytest.mark.usefixtures("without_a_stopwatch")
@@ -134,12 +134,17 @@ def of_a_plugin(others: Others, out: Path) -> dict[str, Any]:
 
 @case("tracker")
 def tracked(others: Others, out: Path) -> dict[str, Any]:
-    """A tracker is told what metrics.jsonl has."""
+    """A tracker is told what metrics.jsonl has; at the end test scores, options and figures; and what it does then costs no run."""
     told: list[tuple[int, float]] = []
+    ended: list[Results] = []
 
     class Told(Tracker):
         def log(self, values: Any, epoch: int) -> None:
             told.append((epoch, values["val/accuracy"]))
+
+        def results(self, results: Results) -> None:
+            ended.append(results)
+            raise ConnectionError("nobody there")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(TRACKERS, "tensorboard", Told)
@@ -147,6 +152,10 @@ def tracked(others: Others, out: Path) -> dict[str, Any]:
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert told == [(line["epoch"], line["val"]["accuracy"]) for line in lines]
     assert max(accuracy for _, accuracy in told) > 0.88
+    (end,) = ended
+    assert end.scores["test_calibrated/nll"] == found["test_calibrated"]["nll"]
+    assert (end.options["dataset"], "layer" in end.options) == ("wine", False)
+    assert end.figures == {"curves": (out / "curves.png").read_bytes()}
     return found
 
 

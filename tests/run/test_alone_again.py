@@ -74,9 +74,9 @@ def from_files(others: Others, out: Path) -> dict[str, Any]:
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray((15 * pixels).astype(np.uint8)).save(file, quality=95)
     (out / "data" / "train" / "n0" / "broken.JPEG").write_bytes(b"no image")
-    small = {"skip_broken": True, "resize": 16, "patch_size": 4, "num_layers": 1, "num_heads": 2, "d_hidden": 32, "d_mlp": 32, "augment": False}
+    small = {"resize": 16, "patch_size": 4, "num_layers": 1, "num_heads": 2, "d_hidden": 32, "d_mlp": 32, "augment": False}
     given = {**small, "dataset": "imagenet", "data_path": str(out / "data"), "workers": 1, "num_epochs": 6, "batch_size": 16, "lr": 4e-3}
-    return run({**given, "calibrate": "none", "baselines": False, "output_dir": str(out / "run")}, Action())
+    return run({**given, "skip_broken": True, "calibrate": "none", "baselines": False, "output_dir": str(out / "run")}, Action())
 
 
 @case("use_compiled", "compile_mode")

@@ -34,7 +34,7 @@ def drawn_curves(epochs: list[dict[str, Any]], best_epoch: int, *, title: str = 
 
     spread = [e["embeddings"] for e in epochs if "embeddings" in e]
     figure = Figure(figsize=(13.5 if spread else 9, 3.9), layout="constrained")
-    loss, accuracy, *third = figure.subplots(1, 3 if spread else 2)
+    loss, accuracy, *third = figure.subplots(1, 3 if spread else 2, gridspec_kw={"wspace": 0.12})
     steps = [e["epoch"] for e in epochs]
     for name in epochs[0]["train"] if epochs else ():  # a line a term: a sum would be compared with the validation NLL
         loss.plot(steps, [e["train"].get(name, math.nan) for e in epochs], label=f"training, {name}")
@@ -61,8 +61,8 @@ def drawn_curves(epochs: list[dict[str, Any]], best_epoch: int, *, title: str = 
             axes.set_xlim(steps[0] - room, steps[-1] + room)
         axes.grid(alpha=0.3)
         if axes.lines:  # below the numbers of the axis, never on a curve
-            axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, fontsize=8.5, columnspacing=1.2)
-    chosen = f"epoch {best_epoch} of {steps[-1]} was chosen{f' by {rule}' if rule else ''}" if steps else ""
+            axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, fontsize=8, columnspacing=1.0)
+    chosen = f"epoch {best_epoch} of {steps[-1]} was chosen{f': {rule}' if rule else ''}" if steps else ""
     figure.suptitle("\n".join(line for line in (title, chosen) if line), fontsize=11, parse_math=False)
     picture = io.BytesIO()
     figure.savefig(picture, dpi=130, format="png")

@@ -26,9 +26,10 @@ def description(config: Config, summary: Mapping[str, Any], shape: tuple[int, ..
     return "\n".join([*lines, f"{'rows:':<16}{rows}", f"{'parameters:':<16}{parameters(model):,}"])
 
 
-def chosen_by(results: Mapping[str, Any]) -> str:
-    """The rule by which the best epoch is the best."""
-    rules = {"accuracy": "validation accuracy, then NLL", "nll": "validation NLL"}
+def chosen_by(results: Mapping[str, Any], *, full: bool = False) -> str:
+    """The rule by which the best epoch is the best; `full`: as `train_eval.better_epoch` has it."""
+    accuracy = "the lowest validation NLL within one standard error of the highest accuracy" if full else "validation accuracy, then NLL"
+    rules = {"accuracy": accuracy, "nll": "the lowest validation NLL" if full else "validation NLL"}
     return rules.get(results["config"]["select"], "being the last") if results["val"] else "being the last"
 
 

@@ -102,7 +102,7 @@ def _finish(
         directory.claim([folder / predictions.FILE])
         results = measure(evaluator, parts, folder, epoch=place.best_epoch, seconds=place.seconds, val=place.best)
         table = tables.table(results, folder)
-        title, rule = curves.title_of(flags.effective(config)), tables.chosen_by(results)
+        title, rule = curves.title_of(flags.effective(config)), tables.chosen_by(results, full=True)
         epochs_text, picture = curves.epochs_of(folder, table, place.best_epoch, title=title, rule=rule)
         directory.write("train_eval_results.txt", epochs_text)
         directory.write("curves.png", picture)

@@ -76,7 +76,7 @@ def test_epochs_are_whole_numbers(count: int, drawn: list[Figure]) -> None:
 def test_the_title_says_the_run_and_how_its_epoch_was_chosen(drawn: list[Figure]) -> None:
     config = {"dataset": "npz:/far/away/$a_{b$.npz", "model": "vit", "layer": "KvtAttention(K=5)", "head": "knn", "seed": 3}
     drawn_curves(epochs(bank=False), best_epoch=2, title=title_of(config), rule="validation NLL")
-    title = "$a_{b$.npz: vit with KvtAttention(K=5), head knn, seed 3\nepoch 2 of 2 was chosen by validation NLL"
+    title = "$a_{b$.npz: vit with KvtAttention(K=5), head knn, seed 3\nepoch 2 of 2 was chosen: validation NLL"
     assert drawn[0].get_suptitle() == title
     assert title_of({"dataset": "wine", "model": "mlp", "head": "linear", "seed": 0}) == "wine: mlp, head linear, seed 0"
 

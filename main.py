@@ -253,8 +253,12 @@ def training_flags(taken: set[str]) -> list[inspect.Parameter]:
 
 def flags_of(command: Callable[..., None]) -> set[str]:
     """What is typed behind two hyphens, without the arguments that are told by their place."""
-    hints = get_type_hints(command, include_extras=True)
-    return {name for name, hint in hints.items() if any(isinstance(part, OptionInfo) for part in getattr(hint, "__metadata__", ()))}
+    found: set[str] = set()
+    for name, hint in get_type_hints(command, include_extras=True).items():
+        for option in (part for part in getattr(hint, "__metadata__", ()) if isinstance(part, OptionInfo)):
+            words = map(str, (option.default, *(option.param_decls or ())))  # in an annotation, the first word stands as the default
+            found |= {word.removeprefix("--") for word in words if word.startswith("--")} or {name}
+    return found
 
 
 NAMES = {command.__name__.rstrip("_"): command for command in COMMANDS}

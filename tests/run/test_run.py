@@ -172,7 +172,7 @@ def test_results_and_run_directory(tmp_path: Path) -> None:
     assert sum(counts) == results["data"]["train"] < 97
     names = {p.name for p in out.iterdir()}
     files = {"config.yaml", "args.txt", "model.txt", "metrics.jsonl", "train_eval_results.txt", "curves.png", "predictions.safetensors"}
-    files |= {"run.json", "results.json", "checkpoints"}
+    files |= {"run.json", "results.json", "results.csv", "checkpoints"}
     assert names == files
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in lines] == [1, 2]

@@ -80,15 +80,16 @@ def results_of(name: str) -> dict[str, Any]:
 
 # A confidence within rounding of a bin's edge counts to the bin below since then.
 BINNED = {"ece", "ece_classwise"}
-# Confidences that are equal to six digits are equal since then, and this model, trained for one epoch, has hundreds of such.
+# Confidences that are equal to six digits are equal since then. Most predictors of these runs have such, up to 204 of 359; the vote by
+# distance has none, and its numbers stay.
 ORDERED = {"ece_equal_mass", "aurc", "accuracy_at_80", "accuracy_at_90", "accuracy_at_95"}
 # The result of a head over neighbors was the calibrated one.
 RESULT = {"interpolation": "test_calibrated", "linear": "test"}
 
 
-def assert_close(found: dict[str, float], wanted: dict[str, float]) -> None:
+def assert_close(found: dict[str, float], wanted: dict[str, float], *, tied: bool = True) -> None:
     assert set(found) == set(wanted)
-    for name in set(wanted) - ORDERED:
+    for name in set(wanted) - (ORDERED if tied else set()):
         assert found[name] == pytest.approx(wanted[name], rel=0, abs=5e-3 if name in BINNED else 1e-6), name
 
 
@@ -110,7 +111,7 @@ def test_an_old_run_gives_its_numbers(name: str) -> None:
         scores = found["predictors"]["scores"][predictor]
         assert [key for key in scores if key != "val_accuracy"] == list(variants)
         for variant in ("raw", "calibrated"):
-            assert_close(scores[variant], variants[variant])
+            assert_close(scores[variant], variants[variant], tied=predictor != "distance")
         if "train_leave_one_out" in variants:
             assert scores["train_leave_one_out"] == pytest.approx(variants["train_leave_one_out"], abs=1e-6)
     assert found["predictors"].get("vote_share") == pytest.approx(wanted["votes"].get("lambda"), abs=1e-6)

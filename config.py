@@ -144,7 +144,7 @@ class TrainingOptions:
     lr: float = preset("peak learning rate", rule=above(0))
     lr_backbone: float | None = flag(None, "learning rate of the backbone (default: --lr)", rule=at_least(0))
     lr_projection: float | None = flag(None, "learning rate of the projection to embeddings (default: --lr)", rule=at_least(0))
-    lr_attention: float | None = flag(None, "learning rate of the attention over neighbors (default: --lr)", rule=at_least(0))
+    lr_attention: float | None = flag(None, "learning rate of the attention over neighbors (default: --lr, at most 5e-4; with SGD --lr)", rule=at_least(0))
     weight_decay: float = preset("weight decay, on matrices only", rule=at_least(0))
     momentum: float = flag(0.9, "momentum of sgd", rule=fraction())
     scheduler: str = preset("learning rate over time", choices=("step", "cosine", "plateau", "none"))

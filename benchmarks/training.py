@@ -36,8 +36,8 @@ TRAINED = ("linear", "knn", "attn-knn", "linear+attn-knn")  # heads that train a
 ARMS = {"linear": ["--head", "linear"]} | {
     f"{head}, embed_dim {dim}": ["--head", head, "--embed_dim", str(dim)] for head, dim in itertools.product(HEADS, (0, 32, 256))
 }
-FASHION = ["--num_epochs", "8", "--dropout", ".1", "--patch_size", "4"]
-CIFAR = ["--model", "timm/resnet18", "--num_epochs", "6", "--batch_size", "64", "--lr", "1e-3", "--augment"]
+FASHION = ["--config", str(RECIPES / "neighbors_fashion.yaml"), "--dropout", ".1"]
+CIFAR = ["--model", "timm/resnet18", "--num_epochs", "6", "--batch_size", "64", "--lr", "1e-3", "--augment", "--use_amp"]
 
 
 class Cell(NamedTuple):
@@ -262,6 +262,10 @@ def main() -> None:
         cells = cells_of(table, args.seeds, args.data.resolve(), args.out.resolve())
         if table not in ("grid", "forms"):
             cells = [cell for cell in cells if args.only in cell.arm or cell.arm == "linear"]
+        for cell in cells:  # alone: two at once would both fill the cache of features
+            if "--feature_cache" in cell.flags:
+                train(cell, args.out)
+                break
         with ThreadPoolExecutor(args.jobs) as pool:
             list(pool.map(lambda cell: train(cell, args.out), cells))
         SHOW.get(table, show)(table, cells, args.out)

@@ -113,6 +113,15 @@ def test_an_option_that_the_call_of_the_layer_sets_is_not_described() -> None:
     assert "K=7" in tables.description(completed(layer="KvtAttention", K=7)[0], data.summary, data.shape, torch.nn.Linear(2, 3))
 
 
+@pytest.mark.parametrize(
+    ("given", "rate"),
+    [({"lr": 2e-3}, 5e-4), ({"lr": 1e-4}, 1e-4), ({"lr": 0.1, "optimizer": "sgd"}, None), ({"lr": 2e-3, "lr_attention": 1e-3}, 1e-3)],
+    ids=str,
+)
+def test_attention_over_neighbors_learns_more_slowly_than_the_rest(given: dict[str, Any], rate: float | None) -> None:
+    assert completed(head="attn-knn", **given)[0].training.lr_attention == rate
+
+
 # ---------------------------------------------------------------- what has no effect
 
 

@@ -62,6 +62,7 @@ class ModelOptions:
     d_mlp: int = preset("width inside the MLP of a block", rule=at_least(1))
     dropout: float = preset("dropout after projections and in the MLP", rule=fraction())
     attention_dropout: float = preset("dropout on attention weights", rule=fraction())
+    token_dropout: float = flag(0.0, "share of the patches that each training step leaves out, others for each image", rule=fraction())
     pretrained: str | None = flag(None, "hub (timm/NAME's published weights), FILE.safetensors, or RUN")
     freeze_backbone: bool = flag(False, "train the head only, on features that are computed once and kept in the run")
 
@@ -144,7 +145,9 @@ class TrainingOptions:
     lr: float = preset("peak learning rate", rule=above(0))
     lr_backbone: float | None = flag(None, "learning rate of the backbone (default: --lr)", rule=at_least(0))
     lr_projection: float | None = flag(None, "learning rate of the projection to embeddings (default: --lr)", rule=at_least(0))
-    lr_attention: float | None = flag(None, "learning rate of the attention over neighbors (default: --lr, at most 5e-4; with SGD --lr)", rule=at_least(0))
+    lr_attention: float | None = flag(
+        None, "learning rate of the attention over neighbors (default: --lr, at most 5e-4; with SGD --lr)", rule=at_least(0)
+    )
     weight_decay: float = preset("weight decay, on matrices only", rule=at_least(0))
     momentum: float = flag(0.9, "momentum of sgd", rule=fraction())
     scheduler: str = preset("learning rate over time", choices=("step", "cosine", "plateau", "none"))
@@ -157,9 +160,7 @@ class TrainingOptions:
     cutmix_alpha: float = flag(0.0, "CutMix, Beta(a, a); 0 is off", rule=at_least(0))
     clip_grad_norm: float = flag(1.0, "largest gradient norm; 0 is off", rule=at_least(0))
     accumulate: int = flag(1, "batches an optimizer step", rule=at_least(1))
-    ema_decay: float = preset(
-        "average the weights over steps and evaluate the average; 0 is off", rule=fraction()
-    )
+    ema_decay: float = preset("average the weights over steps and evaluate the average; 0 is off", rule=fraction())
     dropout_ramp: bool = later("dropout grows over the epochs, from 0 (default: for heads over neighbors)")
     select: str = flag(
         "accuracy",

@@ -17,7 +17,7 @@ from layers.neighborhood import NeighborhoodAttention
 from layers.sampled_knn import SampledKnnAttention
 from layers.sparse import SparseAttention
 from layers.timm_layer import timm_class
-from utils import Call, Registry, check_options, options_of, parse_call
+from utils import BadOption, Call, Registry, check_options, options_of, parse_call
 
 LAYERS: Registry[type[TokenMixer]] = Registry("layer", "layer")
 for _layer in (
@@ -56,6 +56,13 @@ def build(
     context = {"grid": grid, "num_prefix_tokens": num_prefix_tokens}
     wanted = {k: v for k, v in context.items() if k in options_of(layer)}
     return layer(dim, num_heads, **{**wanted, **merged})
+
+
+def check_token_dropout(calls: Iterable[Call], p: float) -> None:
+    """What is built for the grid of an image's tokens can't do without some of them."""
+    bound = dict.fromkeys(call.name for call in calls if "grid" in options_of(LAYERS[call.name]))
+    if p and bound:
+        raise BadOption("token_dropout", f"must be 0 with layers that are built for all tokens of the image ({', '.join(bound)})", p)
 
 
 def pick_options(layer: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -7,10 +7,11 @@ from typing import Any
 import timm
 from torch import nn
 
+import layers
 from models.registry import ModelSpec
 from models.swap import swap_attention
 from models.weights import check_values, load_matching, read_shapes, tell_matches
-from utils import BadOption, did_you_mean, say, shortened
+from utils import BadOption, did_you_mean, parse_parts, say, shortened
 
 SMALL_IMAGE = 64  # up to this side a ResNet gets the CIFAR stem
 
@@ -55,7 +56,10 @@ def timm_backbone(spec: ModelSpec) -> nn.Module:
         "attn_drop_rate": spec.attention_dropout,
         **weights,
     }
-    model: Any = _create(short, wanted, {"img_size", "drop_rate", "attn_drop_rate"})
+    if spec.token_dropout:
+        layers.check_token_dropout([call for call, _ in parse_parts(spec.layer, "layer")], spec.token_dropout)
+        wanted["patch_drop_rate"] = spec.token_dropout
+    model: Any = _create(short, wanted, {"img_size", "drop_rate", "attn_drop_rate", "patch_drop_rate"})
     if "pretrained_cfg_overlay" in weights:  # timm passes over names that a file without a classifier lacks
         check_values(model.state_dict(), str(spec.pretrained))
         tell_matches(set(model.state_dict()), set(read_shapes(str(spec.pretrained))), str(spec.pretrained))
@@ -97,6 +101,8 @@ def _create(name: str, wanted: dict[str, Any], optional: set[str]) -> nn.Module:
             refused = next((o for o in optional & set(wanted) if f"'{o}'" in str(error)), None)
             if refused is None:
                 raise
+            if refused == "patch_drop_rate":
+                raise BadOption("token_dropout", f"must be 0: timm/{name} has no patches to leave out", wanted[refused]) from None
             if refused != "img_size" and wanted[refused]:
                 say(f"timm/{name} takes no {refused}: left at its own value")
             del wanted[refused]

@@ -27,6 +27,7 @@ class ModelSpec:
     d_mlp: int = 768
     dropout: float = 0.0
     attention_dropout: float = 0.0
+    token_dropout: float = 0.0
     pretrained: str | None = None
 
     @property

@@ -35,6 +35,7 @@ class VisionTransformer(nn.Module):
         dim: int = 192,
         d_mlp: int = 768,
         dropout: float = 0.0,
+        token_dropout: float = 0.0,
     ) -> None:
         super().__init__()
         height, width = image_size
@@ -48,21 +49,41 @@ class VisionTransformer(nn.Module):
         positions = sinusoidal_positions(self.num_prefix_tokens + self.grid[0] * self.grid[1], dim)
         self.register_buffer("pos_embed", positions, persistent=False)
         self.pos_drop = nn.Dropout(dropout)
+        self.token_drop = TokenDropout(token_dropout, self.num_prefix_tokens)
         self.blocks = nn.ModuleList(Block(make_layer(i, self.grid, self.num_prefix_tokens), dim, d_mlp, dropout) for i in range(depth))
         self.norm = nn.LayerNorm(dim)
         self.apply(_initialize)
 
     def tokens(self, x: Tensor) -> Tensor:
-        """The input of the first block: (B, 1 + h * w, dim)."""
+        """The input of the first block: (B, 1 + h * w, dim); with token dropout, fewer in training."""
         patches = self.patch_norm(rearrange(self.patch_embed(x), "b c h w -> b (h w) c"))
         cls = self.cls_token.expand(x.shape[0], -1, -1)
-        return self.pos_drop(torch.cat((cls, patches), 1) + self.pos_embed)
+        return self.token_drop(self.pos_drop(torch.cat((cls, patches), 1) + self.pos_embed))
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.tokens(x)
         for block in self.blocks:
             tokens = block(tokens)
         return self.norm(tokens[:, 0])
+
+
+class TokenDropout(nn.Module):
+    """In training, each image loses another random share `p` of its patches (PatchDropout, arXiv 2208.07220); class tokens stay."""
+
+    def __init__(self, p: float, num_prefix_tokens: int) -> None:
+        super().__init__()
+        self.p, self.num_prefix_tokens = p, num_prefix_tokens
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (self.training and self.p):
+            return x
+        prefix, patches = x[:, : self.num_prefix_tokens], x[:, self.num_prefix_tokens :]  # (B, P, C), (B, N, C)
+        batch, count, _ = patches.shape
+        kept = torch.rand(batch, count, device=x.device).argsort(1)[:, : max(1, round(count * (1 - self.p)))]
+        return torch.cat((prefix, patches.take_along_dim(kept[..., None], 1)), 1)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
 
 
 class Block(nn.Module):
@@ -112,6 +133,7 @@ def paper_vit(spec: ModelSpec) -> nn.Module:
     """The ViT of the ConvNN paper: patch convolution + LayerNorm, class token, fixed sinusoidal positions, pre-norm blocks."""
     image_size = spec.image_size
     calls = parse_pattern(spec.layer, spec.depth, "layer")
+    layers.check_token_dropout(calls, spec.token_dropout)
     options = {**spec.layer_options, "dropout": spec.dropout, "attention_dropout": spec.attention_dropout}
 
     def make_layer(block: int, grid: tuple[int, int], num_prefix_tokens: int) -> TokenMixer:
@@ -127,5 +149,6 @@ def paper_vit(spec: ModelSpec) -> nn.Module:
         dim=spec.dim,
         d_mlp=spec.d_mlp,
         dropout=spec.dropout,
+        token_dropout=spec.token_dropout,
     )
     return with_weights(model, spec.pretrained)

@@ -82,7 +82,7 @@ def without_effect(values: Mapping[str, Any], data: Data) -> list[tuple[str, dic
     if data.kind == "table":
         of_model |= {"noise": 0.0, "augment": False, "resize": 0, "cutmix_alpha": 0.0, **default(["views"])}
     if model in ("mlp", "identity"):
-        of_model |= default(("layer", "patch_size", "num_heads", "attention_dropout", *flags.LAYER_OPTIONS))
+        of_model |= default(("layer", "patch_size", "num_heads", "attention_dropout", "token_dropout", *flags.LAYER_OPTIONS))
     if model == "identity":
         of_model |= default(("num_layers", "d_hidden", "d_mlp", "lr_backbone"))
     if data.kind != "files":
@@ -91,7 +91,8 @@ def without_effect(values: Mapping[str, Any], data: Data) -> list[tuple[str, dic
     if model not in ("mlp", "identity"):
         found += [(f"--layer {values['layer']}", default(idle_layer_options(values["layer"])))]
     if values["freeze_backbone"]:
-        found += [("--freeze_backbone", {**default(["lr_backbone"]), "cutmix_alpha": 0.0, "use_compiled": False, "dropout_ramp": False})]
+        unmoved = {**default(["lr_backbone", "token_dropout"]), "cutmix_alpha": 0.0, "use_compiled": False, "dropout_ramp": False}
+        found += [("--freeze_backbone", unmoved)]
         found += [("--no-augment", default(["views"]))] if not values["augment"] else []
     else:
         found += [("a backbone in training (no --freeze_backbone)", default(("views", "feature_cache")))]

@@ -106,6 +106,7 @@ def build_model(config: Config, data: Data, device: torch.device, *, trained: bo
         d_mlp=options.d_mlp,
         dropout=options.dropout,
         attention_dropout=options.attention_dropout,
+        token_dropout=options.token_dropout,
         pretrained=None if trained else options.pretrained,
     )
 
@@ -256,9 +257,7 @@ class Kept:
         return Kept(None, (own, *also) if own is not None else also)
 
 
-def loaders(
-    config: Config, data: Data, model: Classifier, device: torch.device, kept: Kept, as_trained: Config | None = None
-) -> Sets:
+def loaders(config: Config, data: Data, model: Classifier, device: torch.device, kept: Kept, as_trained: Config | None = None) -> Sets:
     """Training, validation and test rows: images or table rows or, under a frozen backbone, features computed once.
 
     `as_trained`: how training and validation rows are read, where a test reads its rows in another way (with noise).

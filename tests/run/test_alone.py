@@ -31,6 +31,7 @@ IMAGES: dict[str, list[dict[str, Any]]] = {
     "d_mlp": [{"d_mlp": 64}],
     "dropout": [{"dropout": 0.1}],
     "attention_dropout": [{"attention_dropout": 0.1}],
+    "token_dropout": [{"token_dropout": 0.25}],
     "layer": [{"layer": name} for name in LAYERS],
     "K": [{**CONV, "K": 3}, {"layer": "KvtAttention", "K": 3}],
     "convolution_type": [{**CONV, "convolution_type": name} for name in ("standard", "depthwise-separable")],

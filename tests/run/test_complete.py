@@ -143,6 +143,7 @@ def test_attention_over_neighbors_learns_more_slowly_than_the_rest(given: dict[s
         ({"head": "knn", "feature_cache": "there", "views": 3},
          "a backbone in training (no --freeze_backbone)", {"views": 4, "feature_cache": None}),
         ({"head": "knn", "freeze_backbone": True, "views": 3}, "--no-augment", {"views": 4}),
+        ({"freeze_backbone": True, "token_dropout": 0.5}, "--freeze_backbone", {"token_dropout": 0.0}),
         ({"freeze_backbone": True, "lr_backbone": 0.1, "cutmix_alpha": 1.0, "use_compiled": True},
          "--freeze_backbone", {"lr_backbone": None, "cutmix_alpha": 0.0, "use_compiled": False}),
         ({"head": "knn", "bank_evict": "class-balanced"}, "a bank without --bank_cap", {"bank_evict": "fifo"}),

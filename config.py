@@ -233,6 +233,8 @@ FIELDS = {f.name: f for owner in (*TOPICS.values(), Action) for f in dataclasses
 TOPIC_OF = {f.name: topic for topic, owner in TOPICS.items() for f in dataclasses.fields(owner)}
 LAYER_OPTIONS = tuple(f.name for f in dataclasses.fields(LayerOptions) if f.name != "layer")
 HEAD_OPTIONS = tuple(f.name for f in dataclasses.fields(HeadOptions) if f.name != "head")
+# Their values follow from other flags where nobody gives them one.
+DERIVED = {name for name, f in FIELDS.items() if f.default is MISSING and not f.metadata["preset"]} | {"lr_attention"}
 NUMBERS = ("k_eval", "k_ensemble")  # several of them; in YAML also as a list
 RENAMED = {"mix_lambda": "interpolation", "compare_votes": "baselines"}  # in older command lines, files and checkpoints
 

@@ -93,8 +93,8 @@ def names_of(configurations: Sequence[Mapping[str, Any]]) -> list[str]:
     every = {name for values in configurations for name in values}
     order = [n for n in (*flags.TOPIC_OF, "rows") if n in every]
     differ = [n for n in order if len({repr(values.get(n, "")) for values in configurations}) > 1]
-    # An option without effect in one of them goes with what makes it so, and is told only where it tells two apart that nothing else does.
-    told = [n for n in differ if all(n in values for values in configurations)]
+    # What follows from other options, or has no effect in one of them, is told only where it tells two apart that nothing else does.
+    told = [n for n in differ if n not in flags.DERIVED and all(n in values for values in configurations)]
     for name in differ:
         more = [n for n in differ if n in told or n == name]
         if len(set(joined(configurations, more))) > len(set(joined(configurations, told))):

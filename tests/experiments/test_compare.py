@@ -232,6 +232,31 @@ def test_one_failure_stops_nothing(mixed: tuple[Path, str, str]) -> None:
     assert "Mine against Attention" in out
 
 
+def test_fail_fast_starts_nothing_after_a_failure(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text(PLUGIN)
+    folder = tmp_path / "sweep"
+    words = [*FAKE, "--num_epochs", "1", "--layer", "Fragile | Attention | Mine", "--seeds", "1", "--plugin", str(tmp_path / "mine.py")]
+    assert main(["compare", *words, "--fail_fast", "--output_dir", str(folder)]) == 1
+    said = capfd.readouterr().err
+    go_on = f"python main.py compare --output_dir {folder} --jobs 1 --plugin {tmp_path / 'mine.py'} --retry failed"
+    assert f"error: stopped because a run failed (--fail_fast). Go on with: {go_on}" in said
+    assert "Fragile, seed 0: error: plugin mine.py, line 9, in mix: RuntimeError: it broke" in said
+    assert [f.parent.parent.name for f in folder.glob("cells/*/*/args.txt")] == ["Fragile"]
+
+
+@pytest.mark.parametrize(("margin", "seeds"), [("1e5", [0, 1]), ("0.001", [0, 1, 2])])
+def test_a_look_ends_what_is_decided_and_nothing_else(
+    margin: str, seeds: list[int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With so wide a margin all arms are equivalent, after two seeds already; within a thousandth nothing is decided."""
+    words = [*FAKE, "--num_epochs", "1", "--layer", "Attention | KvtAttention(K=2)", "--seeds", "3", "--looks", "2", "--margin", margin]
+    assert main(["compare", *words, "--output_dir", str(tmp_path)]) == 0
+    said, (found,) = capfd.readouterr(), json.loads((tmp_path / "comparison.json").read_text())["comparisons"]
+    assert ("looks: decided after 2 seeds, as the plan allows" in said.err) == (margin == "1e5")
+    assert sorted(int(f.parent.name[4:]) for f in tmp_path.glob("cells/Attention/*/results.json")) == seeds
+    assert found["verdict"] == ("equivalent" if margin == "1e5" else "undecided")
+
+
 def test_two_names_for_one_configuration_run_once(mixed: tuple[Path, str, str]) -> None:
     _, out, err = mixed
     assert "same: KvtAttention is KvtAttention(K=2) by another name, and runs once" in err

@@ -27,6 +27,14 @@ from utils import whole_numbers
 LEFT_OUT = 10_000  # training rows, evenly spaced, that are classified without themselves
 
 
+@dataclass(frozen=True)
+class Elsewhere:
+    """Which rows each vote has right, by its name: training rows without themselves among their neighbors, and validation rows."""
+
+    left_out: dict[str, Tensor]
+    validation: dict[str, Tensor]
+
+
 @dataclass
 class Evaluator:
     """A classifier and its baselines, on the rows of a run.
@@ -43,6 +51,7 @@ class Evaluator:
     foreign: AnyBatches | None = None
     growth: Growth | None = None
     _validation: Retrieved | None = None  # looked up once
+    _elsewhere: Elsewhere | None = None
 
     def retrieve(self, rows: Any, k: int | None = None) -> Retrieved:
         features = self.classifier.of_rows(rows)
@@ -89,12 +98,13 @@ class Evaluator:
             self._validation = self.retrieve(self.sets.val)
         return self._validation
 
-    def validate_calibrated(self) -> dict[str, float] | None:
-        """The validation rows after calibration, which was fitted to them; None where it was not."""
-        val = self.sets.val
-        if val is None or self.classifier.calibrated is None:
-            return None
-        return standard_metrics(self.classifier.log_probs(self.validation()), val.target)
+    def validate(self) -> dict[str, Tensor]:
+        """Log-probabilities of the validation rows by variant: as trained and, where there is a calibration, after it. It was fitted to
+        these rows."""
+        if self.sets.val is None:
+            return {}
+        found = {"raw": self.classifier.log_probs(self.validation(), calibrated=False)}
+        return found | ({} if self.classifier.calibrated is None else {"calibrated": self.classifier.log_probs(self.validation())})
 
     def out_of_distribution(self, test: Retrieved, log_probs: Tensor) -> dict[str, Any]:
         assert self.foreign is not None
@@ -148,17 +158,26 @@ class Evaluator:
 
     def with_leave_one_out(self, of_each: dict[str, Any]) -> dict[str, Any]:
         """With the accuracy of each vote over training rows that are not their own neighbors, and beside it over validation rows."""
-        assert self.retriever is not None
-        retrieved, labels = leave_one_out(self.retriever)
-        rows = {"train_leave_one_out": (retrieved, labels)}
-        rows |= {"val_accuracy": (self.validation(), self.sets.val.target)} if self.sets.val is not None else {}
-        for name in self.predictors.names:
-            predictor = self.predictors.of(name, calibrated=False)
-            if predictor.linear_part is None:  # a linear head has learned these rows
-                for key, (some, of_some) in rows.items():
-                    right = predictor.predict(some).argmax(1) == of_some
-                    of_each[name][key] = right.double().mean().item()
-        return {"scores": of_each, "left_out_rows": len(labels)}
+        elsewhere = self.elsewhere()
+        for key, of_name in {"train_leave_one_out": elsewhere.left_out, "val_accuracy": elsewhere.validation}.items():
+            for name, right in of_name.items():
+                of_each[name][key] = right.double().mean().item()
+        return {"scores": of_each, "left_out_rows": len(next(iter(elsewhere.left_out.values())))}
+
+    def elsewhere(self) -> Elsewhere:
+        """Which rows that are not test rows each vote, as trained, has right; computed once."""
+        if self._elsewhere is None:
+            self._elsewhere = found = Elsewhere({}, {})
+            if self.retriever is None:
+                return found
+            retrieved, labels = leave_one_out(self.retriever)
+            for name in self.predictors.names:
+                predictor = self.predictors.of(name, calibrated=False)
+                if predictor.linear_part is None:  # a linear head has learned these rows
+                    found.left_out[name] = predictor.predict(retrieved).argmax(1) == labels
+                    if self.sets.val is not None:
+                        found.validation[name] = predictor.predict(self.validation()).argmax(1) == self.sets.val.target
+        return self._elsewhere
 
 
 def leave_one_out(retriever: NeighborHead) -> tuple[Retrieved, Tensor]:

@@ -20,23 +20,49 @@ LARGEST = 10
 
 
 def keep(
-    folder: Path, variants: dict[str, dict[str, Tensor]], target: Tensor, *, own: str, test_rows: str, most: int = MOST_NUMBERS
+    folder: Path,
+    variants: dict[str, dict[str, Tensor]],
+    target: Tensor,
+    *,
+    own: str,
+    test_rows: str,
+    others: dict[str, Tensor] | None = None,
+    most: int = MOST_NUMBERS,
 ) -> None:
     """Log-probabilities of every predictor, `NAME.raw` and `NAME.calibrated` (rows, classes), with row numbers and labels; of several k
     also `NAME.raw.k5`, of all of which there may be so many numbers as of one predictor.
 
     `own` names the head's predictor, `test_rows` is the hash of the test rows. Of more numbers than `most`: `NAME.raw.largest` with
-    `NAME.raw.classes`, the label's own `NAME.raw.label`, and `NAME.raw.entropy`.
+    `NAME.raw.classes`, the label's own `NAME.raw.label`, and `NAME.raw.entropy`. `others`: tensors of rows that are not test rows.
     """
-    tensors = {"row": torch.arange(len(target)), "label": target.cpu()}
+    tensors = {**(others or {}), "row": torch.arange(len(target)), "label": target.cpu()}
     swept = sum(len(of_name) for variant, of_name in variants.items() if "." in variant)
     for variant, of_name in variants.items():
         for name, log_probs in of_name.items():
-            few = log_probs.numel() * (swept if "." in variant else 1) <= most
-            parts = {"": log_probs.float().cpu()} if few else shortest(log_probs.cpu(), target.cpu())
-            tensors |= {f"{name}.{variant}{part}": value.contiguous() for part, value in parts.items()}
+            tensors |= named(f"{name}.{variant}", log_probs, target, most // swept if "." in variant else most)
     metadata = {"own": own, "test_rows": test_rows, "predictors": json.dumps(list(next(iter(variants.values()))))}
     write_atomically(folder / FILE, tensors_to_bytes(tensors, metadata))
+
+
+def of_other_rows(
+    validated: dict[str, Tensor], target: Tensor | None, right: dict[str, Tensor], left_out: dict[str, Tensor], most: int = MOST_NUMBERS
+) -> dict[str, Tensor]:
+    """The head's predictions of the validation rows, `validation/raw` and `validation/calibrated` with `validation/label`; and which rows
+    each vote has right: `NAME.validation`, and `NAME.left_out` of training rows that are not among their own neighbors."""
+    found: dict[str, Tensor] = {}
+    if target is not None:
+        found["validation/label"] = target.cpu().contiguous()
+        for variant, log_probs in validated.items():
+            found |= named(f"validation/{variant}", log_probs, target, most)
+    found |= {f"{name}.validation": rows.cpu().contiguous() for name, rows in right.items()}
+    return found | {f"{name}.left_out": rows.cpu().contiguous() for name, rows in left_out.items()}
+
+
+def named(name: str, log_probs: Tensor, target: Tensor, most: int) -> dict[str, Tensor]:
+    """All log-probabilities or, of more than `most`, what most metrics need."""
+    few = log_probs.numel() <= most
+    parts = {"": log_probs.float().cpu()} if few else shortest(log_probs.cpu(), target.cpu())
+    return {f"{name}{part}": value.contiguous() for part, value in parts.items()}
 
 
 def shortest(log_probs: Tensor, target: Tensor) -> dict[str, Tensor]:

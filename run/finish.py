@@ -14,6 +14,7 @@ import torch
 import config as flags
 from classifiers.bank import Bank
 from classifiers.classifier import Classifier
+from classifiers.metrics import standard_metrics
 from config import Config
 from evaluation import curves, predictions, tables
 from evaluation.cost import cost_of
@@ -154,9 +155,11 @@ def measure(evaluator: Evaluator, parts: Parts, where: Path, *, epoch: int, seco
     """What results.json holds; predictions are kept in `where`."""
     found, variants = evaluator.evaluate()
     where.mkdir(parents=True, exist_ok=True)
-    own, test_rows = evaluator.predictors.own, parts.data.summary["test_sha256"]
-    predictions.keep(where, variants, evaluator.sets.test.target, own=own, test_rows=test_rows)
-    calibrated = evaluator.validate_calibrated()
+    own, test_rows, sets = evaluator.predictors.own, parts.data.summary["test_sha256"], evaluator.sets
+    validated, elsewhere = evaluator.validate(), evaluator.elsewhere()
+    others = predictions.of_other_rows(validated, sets.val.target if sets.val else None, elsewhere.validation, elsewhere.left_out)
+    predictions.keep(where, variants, sets.test.target, own=own, test_rows=test_rows, others=others)
+    calibrated = standard_metrics(validated["calibrated"], sets.val.target) if sets.val and "calibrated" in validated else None
     warn_of_known_rows(parts.config, parts.data, found, val)
     rows = loader(parts.config, parts.data, "test", parts.device)
     assert rows is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ def predictions(seed: int = 0, classes: int = 7) -> tuple[torch.Tensor, torch.Te
     return (votes / votes.sum(1, keepdim=True)).log(), torch.randint(0, classes - 1, (ROWS,), generator=generator)
 
 
-def as_kept(folder: Path, log_probs: torch.Tensor, target: torch.Tensor, **more: int) -> Answers:
+def as_kept(folder: Path, log_probs: torch.Tensor, target: torch.Tensor, **more: Any) -> Answers:
     folder.mkdir(exist_ok=True)
     keep(folder, {"raw": {"linear": log_probs}}, target, own="linear", test_rows="rows", **more)
     return answers(folder, "linear.raw")

@@ -66,6 +66,22 @@ def test_every_mean_over_rows_comes_again_from_the_predictions(runs: dict[str, P
             assert again == pytest.approx(of_variant[variant], abs=1e-6)
 
 
+@pytest.mark.parametrize("head", ["linear", "linear+attn-knn"])
+def test_so_do_means_over_validation_rows_and_left_out_rows(runs: dict[str, Path], head: str) -> None:
+    tensors, _ = read(runs[head])
+    results, data = results_of(runs[head]), load_data(SMALL)
+    assert data.val is not None
+    assert tensors["validation/label"].tolist() == data.val.y.tolist()
+    for name, wanted in {"raw": "val", "calibrated": "val_calibrated"}.items():
+        assert standard_metrics(tensors[f"validation/{name}"], tensors["validation/label"]) == pytest.approx(results[wanted], abs=1e-6)
+    votes = {n: s for n, s in results["predictors"]["scores"].items() if "train_leave_one_out" in s}
+    assert set(votes) == set(results["predictors"]["scores"]) - {"linear", "interpolation"}
+    for name, of_vote in votes.items():
+        assert len(tensors[f"{name}.left_out"]) == results["predictors"]["left_out_rows"]
+        assert tensors[f"{name}.left_out"].double().mean().item() == pytest.approx(of_vote["train_leave_one_out"], abs=1e-12)
+        assert tensors[f"{name}.validation"].double().mean().item() == pytest.approx(of_vote["val_accuracy"], abs=1e-12)
+
+
 def test_of_many_numbers_the_largest_are_kept(tmp_path: Path) -> None:
     torch.manual_seed(0)
     log_probs, target = torch.randn(7, 13).log_softmax(1), torch.arange(7)

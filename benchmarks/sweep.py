@@ -1,10 +1,10 @@
 """What a comparison costs beside its runs alone, and whether it survives being killed.
 
-    python benchmarks/sweep.py overhead     12 digits runs one after the other by hand, and by `compare --jobs 1`
+    python benchmarks/sweep.py overhead     12 digits runs one after the other by hand, and by `compare --jobs 1`: wall clock and CPU time
     python benchmarks/sweep.py hundred      100 tiny runs: seconds a run
     python benchmarks/sweep.py killed       12 digits runs killed with SIGKILL twice, then gone on with by two `compare` at once
 
-Run it on a machine that does nothing else.
+Wall clock needs a machine that does nothing else; CPU time is that of all processes, and hardly depends on what else runs.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -45,16 +46,23 @@ def finished(process: subprocess.Popen[str]) -> str:
 
 
 def overhead(folder: Path, epochs: str = "20") -> None:
-    begun = time.perf_counter()
+    start = clocks()
     for layer in LAYERS:
         for seed in range(SEEDS):
             words = ["--layer", layer, "--seed", str(seed), "--num_epochs", epochs, "--output_dir", str(folder / f"{layer}-{seed}")]
             finished(started(*words))
-    by_hand = time.perf_counter() - begun
-    begun = time.perf_counter()
+    middle = clocks()
     finished(started(*compared(folder / "sweep", epochs), "--jobs", "1"))
-    sweep = time.perf_counter() - begun
-    print(f"12 digits runs of {epochs} epochs: by hand {by_hand:.1f} s, compare {sweep:.1f} s ({sweep / by_hand - 1:+.1%})")
+    end = clocks()
+    print(f"12 digits runs of {epochs} epochs")
+    for name, a, b, c in zip(("wall clock", "CPU time"), start, middle, end, strict=True):
+        print(f"{name}: by hand {b - a:.1f} s, compare {c - b:.1f} s ({(c - b) / (b - a) - 1:+.1%})")
+
+
+def clocks() -> tuple[float, float]:
+    """Wall clock, and CPU time of all processes that were started here and have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.perf_counter(), used.ru_utime + used.ru_stime
 
 
 def compared(folder: Path, epochs: str) -> list[str]:

@@ -36,8 +36,9 @@ TRAINED = ("linear", "knn", "attn-knn", "linear+attn-knn")  # heads that train a
 ARMS = {"linear": ["--head", "linear"]} | {
     f"{head}, embed_dim {dim}": ["--head", head, "--embed_dim", str(dim)] for head, dim in itertools.product(HEADS, (0, 32, 256))
 }
+RAMPED = {"linear, dropout_ramp": ["--head", "linear", "--dropout_ramp"]}  # heads over neighbors have it by default
 FASHION = ["--config", str(RECIPES / "neighbors_fashion.yaml"), "--dropout", ".1"]
-CIFAR = ["--model", "timm/resnet18", "--num_epochs", "6", "--batch_size", "64", "--lr", "1e-3", "--augment", "--use_amp"]
+CIFAR = ["--model", "timm/resnet18", "--num_epochs", "4", "--batch_size", "64", "--lr", "1e-3", "--augment", "--use_amp"]
 
 
 class Cell(NamedTuple):
@@ -65,9 +66,10 @@ def cells_of(table: str, seeds: int, data: Path, out: Path) -> list[Cell]:
             for head in heads
         ]
     common = {"digits": [], "fashion": FASHION, "cifar": CIFAR}[table]
+    arms = ARMS if table == "cifar" else ARMS | RAMPED  # a ResNet has no dropout inside
     if table != "digits":
         common = [*common, "--dataset", f"npz:{part_of(data, table, out)}"]
-    return [Cell(table, arm, seed, [*common, *flags]) for seed in range(seeds) for arm, flags in ARMS.items()]
+    return [Cell(table, arm, seed, [*common, *flags]) for seed in range(seeds) for arm, flags in arms.items()]
 
 
 def grid() -> list[Cell]:
@@ -84,10 +86,13 @@ def grid() -> list[Cell]:
 def forms() -> list[Cell]:
     """What keeps heads from collapsing, alone and together, in the cell of the grid that is hardest for them."""
     hard = ["--num_epochs", "15", "--dropout", ".3", "--mixup_alpha", ".3", "--ema_decay", ".995", "--lr", "2e-3"]
-    found = []
+    found: list[Cell] = []
     for standardize, ramp in itertools.product(("--standardize", "--no-standardize"), ("--dropout_ramp", "--no-dropout_ramp")):
         group = f"forms/{standardize[2:]} {ramp[2:]}"
         found += [Cell(group, head, 0, ["--head", head, standardize, ramp, *hard]) for head in ("attn-knn", "knn", "linear+attn-knn")]
+    centered = ["--head", "centered-attn-knn", "--plugin", str(MAIN.parent / "benchmarks" / "centering.py")]
+    for ramp in ("--dropout_ramp", "--no-dropout_ramp"):
+        found.append(Cell(f"forms/center {ramp[2:]}", "attn-knn", 0, [*centered, ramp, *hard]))
     return found
 
 
@@ -183,7 +188,7 @@ def show_forms(cells: list[Cell], out: Path) -> None:
     print("\n## forms\n\n| | attn-knn | knn | linear+attn-knn |\n|---|---|---|---|")
     for group, members in itertools.groupby(cells, key=lambda cell: cell.group):
         accuracy = [f"{scores(cell, out)['test']['accuracy']:.1%}" for cell in members]
-        print(f"| {' | '.join([group.partition('/')[2], *accuracy])} |")
+        print(f"| {' | '.join([group.partition('/')[2], *accuracy, *['-'] * (3 - len(accuracy))])} |")
 
 
 def show_predictors(table: str, cells: list[Cell], out: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,13 @@ MOST_ROWS = 40  # of the table; beyond, arms whose runs are all done or all pend
 
 @dataclass
 class Progress:
-    """What can be told from the directories alone. `ours`: arm and seed to where the run is kept."""
+    """What can be told from the directories alone. `later`: arms and seeds that joined the plan after it was written."""
 
     places: Sequence[Place]
     made_with: Mapping[str, Mapping[str, str]]
     metric: str
     jobs: int
+    later: Collection[str | int] = ()
     after: Callable[[], None] = lambda: None  # called when a run has finished
     done: dict[Path, Mapping[str, Any]] = field(default_factory=dict)
     live: Any = None
@@ -110,6 +111,9 @@ class Progress:
         left = f" {duration(whole * (1 - share_done(place)))}" if whole else ""
         return state, f"{line.get('epoch', 0)}/{epochs or '?'}{score}{left}"
 
+    def marked(self, text: str, name: str | int) -> str:
+        return f"{text} (exploratory)" if name in self.later else text
+
     def table(self) -> Any:
         from rich.table import Table
         from rich.text import Text
@@ -123,10 +127,10 @@ class Progress:
         table = Table(title=f"{count} of {len(cells)} runs done{f', {duration(left)} left' if left else ''}", title_justify="left")
         table.add_column("arm")
         for seed in seeds:
-            table.add_column(f"seed {seed}")
+            table.add_column(self.marked(f"seed {seed}", seed))
         for arm in told:
             states = [cells.get((arm, seed), ("pending", "")) for seed in seeds]
-            table.add_row(arm, *(Text(text, style=COLORS[state]) for state, text in states))
+            table.add_row(Text(self.marked(arm, arm)), *(Text(text, style=COLORS[state]) for state, text in states))
         return table
 
 

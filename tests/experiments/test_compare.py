@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,10 +151,21 @@ def test_the_table_of_a_terminal(alone: Path) -> None:
     with (console := Console(width=120)).capture() as seen:
         console.print(progress.table())
     lines = [" ".join(re.split(r"[│┃|]|\s{2,}", line)) for line in seen.get().splitlines()]
-    assert any(re.search(r"2 of 6 runs done, .* left", line) for line in lines)  # those of other code are not
+    assert any(re.search(r"2 of 6 runs done, .* left; accuracy of the test rows", line) for line in lines)  # those of other code are not
     assert any(re.search(r"arm .*seed 0 .*seed 1 .*seed 7 \(exploratory\)", line) for line in lines)
     assert any("KvtAttention(K=2) (exploratory)" in line for line in lines)
-    assert any(re.search(r"Attention .*accuracy \d+\.\d+ .*accuracy \d+\.\d+ .*pending", line) for line in lines)
+    assert any(re.search(r"Attention .*\d+\.\d+ .*\d+\.\d+ .*pending", line) for line in lines)
+
+
+def test_in_a_low_terminal_the_arms_at_work_are_shown(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    arms = [f"arm{number}" for number in range(30)]
+    progress = Progress([place_of(tmp_path, arm, 0) for arm in arms], {arm: {} for arm in arms}, "accuracy", jobs=1)
+    progress.live = SimpleNamespace(console=Console(width=80, height=12))
+    place_of(tmp_path, "arm17", 0).note.parent.mkdir(parents=True)
+    place_of(tmp_path, "arm17", 0).note.write_text(json.dumps({"made_with": {}, "failed": {"line": "error", "code": 1}}))
+    assert [str(name) for name in progress.table().columns[0].cells] == ["arm0", "arm1", "arm2", "arm17"]
 
 
 def test_a_missing_seed_is_counted_and_common_pairs_are_compared(copy: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -162,11 +162,13 @@ def retried(text: str | None) -> frozenset[str]:
 def planned(folder: Path, typed: Mapping[str, str], asked: Asked, declared: dict[str, Any], jobs: int) -> Plan:
     """The plan that the directory has, with what joins it, or a new one."""
     old = plans.read(folder)
+    if old is not None:
+        plans.permit(old, typed)
     rest: dict[str, Any] = {}
     if asked.plan:
         arms, rest = plans.read_plan(asked.plan, typed)
     elif old is not None and not asked.config and set(typed) <= {"plugin"}:
-        arms = []  # it goes on; a plugin is typed each time
+        arms = []  # it goes on; a plugin is permission to load it, and no arm
     elif typed or asked.config:
         arms = plans.arms_typed(typed, asked.config)
     else:
@@ -185,7 +187,6 @@ def planned(folder: Path, typed: Mapping[str, str], asked: Asked, declared: dict
         arms = plans.absolute(arms)
         declared.setdefault("baseline", plans.shown_arms(arms, declared.get("within", ()))[0])
         plan = Plan(arms=tuple(arms), threads=threads or plans.threads_for(jobs), **declared)
-    plans.check_plugins(plan, typed.get("plugin"))
     return plans.checked(plan)
 
 
@@ -327,8 +328,8 @@ class Making:
 
     def again(self, jobs: int) -> str:
         """The command that goes on."""
-        plugins = " | ".join(dict.fromkeys(str(arm.flags["plugin"]) for arm in self.plan.arms if arm.flags.get("plugin")))
-        typed = f" --plugin {shlex.quote(plugins)}" if plugins else ""
+        plugins = self.plan.plugins
+        typed = f" --plugin {shlex.quote(' | '.join(plugins))}" if plugins else ""
         return f"python main.py compare --output_dir {shlex.quote(str(self.folder))} --jobs {jobs}{typed}"
 
     def tell_power(self, told: list[bool], progress: Progress) -> None:

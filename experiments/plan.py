@@ -52,6 +52,12 @@ class Plan:
         return [name for name in shown_arms(declared, self.within, len(self.arms)) if name != self.baseline]
 
     @property
+    def plugins(self) -> list[str]:
+        """Files with code that runs load, each once."""
+        every = (self.backbone, *(arm.flags for arm in self.arms))
+        return list(dict.fromkeys(str(given["plugin"]) for given in every if given.get("plugin")))
+
+    @property
     def declared_seeds(self) -> tuple[int, ...]:
         return self.seeds[: len(self.seeds) - len(self.later_seeds)]
 
@@ -146,16 +152,6 @@ def arms_typed(given: Mapping[str, str], config: str | None = None) -> list[Arm]
     for arm in arms:
         flags.check(arm.flags)
     return arms
-
-
-def check_plugins(plan: Plan, typed: str | None) -> None:
-    """That every file whose code the runs would load was typed: a plan may be a stranger's."""
-    known = {str(Path(file).resolve()) for file in alternatives("plugin", typed)} if typed else set()
-    named = {str(of["plugin"]) for of in (*(arm.flags for arm in plan.arms), plan.backbone) if of.get("plugin")}
-    if missing := sorted(named - known):
-        raise BadOption("plugin", f"must be typed: the plan names {missing[0]}, and no code runs because a file names it", typed)
-    if strange := sorted(known - named):
-        raise BadOption("plugin", f"must be of an arm of the plan ({', '.join(sorted(named)) or 'none has one'})", strange[0])
 
 
 def absolute(arms: Sequence[Arm]) -> list[Arm]:
@@ -268,6 +264,13 @@ def read(folder: Path) -> Plan | None:
         return Plan(arms=tuple(Arm(**arm) for arm in arms), **values)
     except TypeError:  # an entry is missing
         raise BadOption("output_dir", f"must hold a whole {FILE}", str(folder)) from None
+
+
+def permit(old: Plan, typed: Mapping[str, str]) -> None:
+    """NOTE: no code runs because a file names it, and a plan is a file."""
+    given = {str(Path(path).resolve()) for path in alternatives("plugin", typed["plugin"])} if "plugin" in typed else set()
+    if missing := [path for path in old.plugins if path not in given]:
+        raise BadOption("plugin", f"must be typed: the plan names {missing[0]}, and no code runs because a file names it")
 
 
 def extended(old: Plan, arms: Sequence[Arm], typed: Mapping[str, Any]) -> Plan:

@@ -254,16 +254,20 @@ def test_one_failure_stops_nothing(mixed: tuple[Path, str, str]) -> None:
     assert "Mine against Attention" in out
 
 
-def test_the_printed_command_goes_on_with_the_plan_as_it_is(mixed: tuple[Path, str, str], capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_that_goes_on_adds_no_arm_and_its_plugin_is_needed(
+    mixed: tuple[Path, str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     folder, _, err = mixed
-    command = shlex.split(err.rpartition("Go on with: python main.py ")[2])
-    before = json.loads((folder / "plan.json").read_text())
-    assert main(command[: command.index("--plugin")]) == 2
-    line = f"error: --plugin must be typed: the plan names {folder.parent / 'mine.py'}, and no code runs because a file names it"
-    assert line in capfd.readouterr().err
-    assert main(command) == 1  # what failed is tried again, and fails again
-    assert capfd.readouterr().err.count("failed: Fragile, seed 0") == 2
-    assert json.loads((folder / "plan.json").read_text()) == before
+    again = shlex.split(err.rpartition("Go on with: python main.py ")[2].splitlines()[0])
+    before = (folder / "plan.json").read_bytes()
+    process = begun(folder, *(word for word in again if word not in ("compare", "--output_dir", str(folder), "--retry", "failed")))
+    assert process.communicate()[0].startswith("arm ")
+    assert (folder / "plan.json").read_bytes() == before
+    (tmp_path / "mine.py").write_text(PLUGIN)
+    for words in ([], ["--plugin", str(tmp_path / "mine.py")]):
+        assert main(["compare", "--output_dir", str(folder), *words]) == 2
+        line = f"--plugin must be typed: the plan names {folder.parent / 'mine.py'}, and no code runs because a file names it"
+        assert line in capfd.readouterr().err
 
 
 def test_fail_fast_starts_nothing_after_a_failure(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -91,13 +91,11 @@ def test_the_last_verdict_is_made_with_all_declared_seeds() -> None:
 def test_code_runs_because_it_was_typed_and_not_because_a_plan_names_it(tmp_path: Path) -> None:
     one, other = str(tmp_path / "one.py"), str(tmp_path / "other.py")
     plan = replace(PLAN, arms=(PLAN.arms[0], Arm("C", {"plugin": one}), Arm("D", {"plugin": other})))
-    plans.check_plugins(plan, f"{one} | {other}")
-    plans.check_plugins(PLAN, None)
-    for typed in (None, one):
+    plans.permit(plan, {"plugin": f"{one} | {other}"})
+    plans.permit(PLAN, {})
+    for typed in ({}, {"plugin": one}):
         with pytest.raises(BadOption, match=r"plugin must be typed: the plan names .*, and no code runs because a file names it"):
-            plans.check_plugins(plan, typed)
-    with pytest.raises(BadOption, match=r"plugin must be of an arm of the plan .none has one., got '.*one.py'"):
-        plans.check_plugins(PLAN, one)
+            plans.permit(plan, typed)
 
 
 def test_what_joins_is_exploratory() -> None:

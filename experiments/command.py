@@ -20,10 +20,11 @@ from experiments.grid import Arm
 from experiments.launch import FailedFast, Launch, Workers, check_can_fork, failure, tell_jobs
 from experiments.live import Progress, duration
 from experiments.plan import BACKBONE, Plan
+from experiments.power import measured_power, planned_power
 from experiments.published import beside_published
 from inputs.store import write_json
 from run.directory import RESULTS, check_writable
-from utils import BadOption, Halt, parse_whole_number, say, whole_numbers
+from utils import BadOption, Halt, did_you_mean, parse_whole_number, say, whole_numbers
 
 RETRIED = ("failed", "stale")
 
@@ -47,6 +48,12 @@ class Asked:
     fail_fast: bool = False
     calibrated: bool = False
     dry_run: bool = False
+
+    @property
+    def makes_runs(self) -> bool:
+        """Whether anything was typed that finished runs have no use for."""
+        values = (self.seeds, self.plan, self.config, self.jobs, self.threads, self.retry, self.looks, self.fail_fast, self.dry_run)
+        return any(values)
 
     def declared(self) -> dict[str, Any]:
         """What belongs to the plan, as values."""
@@ -72,31 +79,45 @@ def number(option: str, text: str) -> float:
 def compare(runs: Sequence[str], typed: Mapping[str, str], asked: Asked) -> int:
     """The exit code: 1 if any run of the comparison has no result."""
     declared = asked.declared()
-    if runs:
-        if typed or asked.plan or asked.seeds or asked.looks:
-            raise BadOption("compare", "takes finished runs, or flags that make runs, not both", runs[0])
-        kept = {name: value for name, value in declared.items() if name not in ("seeds", "looks")}
-        folder = Path(asked.output_dir or default_folder())
-        check_writable(folder)
-        conclude(finished_runs(runs, kept), folder)
-        return 0
+    if not (runs or typed or asked.plan or asked.config or asked.output_dir):
+        ways = '--layer "A | B" or another flag with alternatives, a --plan, finished runs, or the --output_dir of a comparison'
+        raise BadOption("compare", f"needs something to compare: {ways}")
     folder = Path(asked.output_dir or default_folder())
+    if runs:
+        if typed or asked.makes_runs:
+            raise BadOption("compare", "takes finished runs, or flags that make runs, not both", runs[0])
+        check_writable(folder)
+        conclude(finished_runs(runs, declared), folder)
+        return 0
     check_writable(folder)
     jobs = parse_whole_number("jobs", asked.jobs or "1", 1)
     plan = planned(folder, typed, asked, declared, jobs)
     from_plan(plan, (), {})  # what can't be compared is refused before anything is loaded
     if asked.dry_run:
-        from experiments.preview import preview
-
-        if plan.backbone:
-            seconds = Making.of(of_backbone(plan), folder, measure=True).seconds[BACKBONE]
-            print(f"first, a backbone for each seed, from which all arms start: about {duration(seconds)} a run")
-            plan = dataclasses.replace(plan, backbone={})
-        made = Making.of(plan, folder, measure=True)
-        print(preview(plan, made.states(made.places(plan.seeds)), made.seconds, made.same_as, jobs))
+        show_plan(plan, folder, jobs)
         return 0
-    retry = retried(asked.retry)
+    return run_plan(plan, folder, jobs, retried(asked.retry), fail_fast=asked.fail_fast)
+
+
+def show_plan(plan: Plan, folder: Path, jobs: int) -> None:
+    """`--dry_run`."""
+    from experiments.preview import preview
+
+    tell_jobs(jobs, plan.threads)
+    backbone = ""
+    if plan.backbone:
+        first = Making.of(of_backbone(plan), folder, measure=True)
+        backbone, plan = first.digest, dataclasses.replace(plan, backbone={})
+        left = [place for place in first.places(plan.seeds) if not (place.run / RESULTS).exists()]
+        each = first.seconds[BACKBONE]
+        print(f"first, a backbone for each seed, from which all arms start: {len(left)} runs of about {duration(each)}")
+    made = Making.of(plan, folder, measure=True, backbone=backbone)
+    print(preview(plan, made.states(made.places(plan.seeds)), made.seconds, made.same_as, jobs))
+
+
+def run_plan(plan: Plan, folder: Path, jobs: int, retry: frozenset[str], *, fail_fast: bool) -> int:
     check_can_fork()
+    backbone = ""
     with Workers(plan.threads, modules_of(plan)) as workers:
         if not all((place_of(folder, arm.name, seed).run / RESULTS).exists() for arm in plan.arms for seed in plan.seeds):
             workers.warm_up()  # while the plan is checked
@@ -104,12 +125,13 @@ def compare(runs: Sequence[str], typed: Mapping[str, str], asked: Asked) -> int:
         if plan.backbone:
             write_json(folder / plans.FILE, plan.body())
             first = Making.of(of_backbone(plan), folder)
-            for place in first.run(workers, jobs, retry, fail_fast=asked.fail_fast):
-                if not (place.run / RESULTS).exists():
-                    raise Halt(f"error: {failure(place)}; no arm can start without it", 1)
-        made = Making.of(plan, folder)
+            missing = [p for p in first.run(workers, jobs, retry, fail_fast=fail_fast) if not (p.run / RESULTS).exists()]
+            if len(missing) == len(plan.seeds):
+                raise Halt(f"error: {failure(missing[0])}; no arm can start without it", 1)
+            backbone = first.digest
+        made = Making.of(plan, folder, backbone=backbone)
         write_json(folder / plans.FILE, plan.body())
-        wanted = made.run(workers, jobs, retry, fail_fast=asked.fail_fast)
+        wanted = made.run(workers, jobs, retry, fail_fast=fail_fast)
     return made.report(wanted, jobs)
 
 
@@ -140,25 +162,32 @@ def retried(text: str | None) -> frozenset[str]:
 def planned(folder: Path, typed: Mapping[str, str], asked: Asked, declared: dict[str, Any], jobs: int) -> Plan:
     """The plan that the directory has, with what joins it, or a new one."""
     old = plans.read(folder)
+    if old is not None:
+        plans.permit(old, typed)
     rest: dict[str, Any] = {}
     if asked.plan:
         arms, rest = plans.read_plan(asked.plan, typed)
-    elif typed or asked.config or old is None:
+    elif old is not None and not asked.config and set(typed) <= {"plugin"}:
+        arms = []  # it goes on; a plugin is permission to load it, and no arm
+    elif typed or asked.config:
         arms = plans.arms_typed(typed, asked.config)
     else:
-        arms = []
+        raise BadOption("output_dir", f"must hold a {plans.FILE} to go on with, where nothing else is typed", str(folder))
     declared = {**plans.declared_in(rest), **declared}
+    wanted = asked.threads if asked.threads is not None else rest.get("threads")
+    threads = None if wanted is None else parse_whole_number("threads", str(wanted), 1)
     if old is not None and (folder / "cells").exists():
-        if asked.threads and parse_whole_number("threads", asked.threads, 1) != old.threads:
-            raise BadOption("threads", f"contradicts the plan, which has {old.threads}: threads change weights", asked.threads)
-        return plans.checked(plans.extended(old, plans.absolute(arms), declared))
-    if old is not None and not arms:
-        return plans.checked(dataclasses.replace(old, **declared))
-    threads = parse_whole_number("threads", asked.threads or str(rest.get("threads") or plans.threads_for(jobs)), 1)
-    declared.setdefault("seeds", plans.seeds_of("3"))
-    arms = plans.absolute(arms)
-    declared.setdefault("baseline", plans.shown_arms(arms, declared.get("within", ()))[0])
-    return plans.checked(Plan(arms=tuple(arms), threads=threads, **declared))
+        if threads not in (None, old.threads):
+            raise BadOption("threads", f"contradicts the plan, which has {old.threads}: threads change weights", threads)
+        plan = plans.extended(old, plans.absolute(arms), declared)
+    elif old is not None and not arms:
+        plan = dataclasses.replace(old, **{**declared, "threads": threads or old.threads})
+    else:
+        declared.setdefault("seeds", plans.seeds_of("3"))
+        arms = plans.absolute(arms)
+        declared.setdefault("baseline", plans.shown_arms(arms, declared.get("within", ()))[0])
+        plan = Plan(arms=tuple(arms), threads=threads or plans.threads_for(jobs), **declared)
+    return plans.checked(plan)
 
 
 # ---------------------------------------------------------------- running it
@@ -174,10 +203,28 @@ def shared(plan: Plan, folder: Path, arm: Arm, seed: int) -> dict[str, Any]:
     return given
 
 
+def can_start(plan: Plan, folder: Path, seed: int) -> bool:
+    """Whether there is what the arms of a seed start from."""
+    return not plan.backbone or (place_of(folder, BACKBONE, seed).run / RESULTS).exists()
+
+
+def check_predictors(plan: Plan, arm: str, predictors: Sequence[str]) -> None:
+    """That an arm's runs will have the predictions which are compared. `predictors`: NAME.raw, ...; none where the arm was not built."""
+    if not predictors:
+        return
+    known = {*predictors, *(source.rpartition(".")[0] for source in predictors)}
+    for source in plan.within:
+        if source not in known:
+            rule = f"must name predictors that every run will have; those of {arm} will have {', '.join(predictors)}"
+            raise BadOption("within", rule + did_you_mean(source, predictors), source)
+    if plan.calibrated and not any(".calibrated" in source for source in predictors):
+        raise BadOption("calibrated", f"needs runs that calibrate, and those of {arm} do not (--calibrate none)")
+
+
 def of_backbone(plan: Plan) -> Plan:
     """The runs whose weights all arms start from, as a plan."""
     arm = Arm(BACKBONE, plan.backbone)
-    return dataclasses.replace(plan, arms=(arm,), baseline=BACKBONE, backbone={}, looks=(), within=())
+    return dataclasses.replace(plan, arms=(arm,), baseline=BACKBONE, backbone={}, looks=(), within=(), calibrated=False)
 
 
 @dataclass(frozen=True)
@@ -191,7 +238,8 @@ class Making:
     seconds: Mapping[str, float]  # of a run of each arm, where it was measured
 
     @staticmethod
-    def of(plan: Plan, folder: Path, *, measure: bool = False) -> Making:
+    def of(plan: Plan, folder: Path, *, measure: bool = False, backbone: str = "") -> Making:
+        """`backbone`: digest of the runs whose weights all arms start from."""
         from experiments.preview import seconds_of_run  # late: torch takes its time
         from experiments.resolve import resolve
 
@@ -200,12 +248,15 @@ class Making:
 
             torch.set_num_threads(plan.threads)
         tried = frozenset(arm.name for arm in plan.arms if any((place_of(folder, arm.name, s).note).exists() for s in plan.seeds))
-        given = [dataclasses.replace(a, flags={**shared(plan, folder, a, plan.seeds[0]), **a.flags}) for a in plan.arms]
-        found = resolve(given, plan.seeds[0], tried=tried, measure=seconds_of_run if measure else None)
+        seed = next(seed for seed in plan.seeds if can_start(plan, folder, seed))
+        given = [dataclasses.replace(a, flags={**shared(plan, folder, a, seed), **a.flags}) for a in plan.arms]
+        found = resolve(given, seed, tried=tried, measure=seconds_of_run if measure else None, backbone=backbone)
         rows = {identity.test_rows: name for name, identity in found.items()}
         if len(rows) > 1:
             one, other = list(rows.values())[:2]
             raise BadOption("dataset", f"must give all arms the same test rows: those of {one!r} and {other!r} differ")
+        for name, identity in found.items():
+            check_predictors(plan, name, identity.predictors)
         first: dict[tuple[str, str, str], str] = {}
         same = {name: first.setdefault((i.config, i.data, i.plugin), name) for name, i in found.items()}
         same_as = {name: other for name, other in same.items() if name != other}
@@ -213,6 +264,11 @@ class Making:
             say(f"same: {name} is {other} by another name, and runs once")
         made_with, seconds = {n: i.made_with() for n, i in found.items()}, {n: i.seconds for n, i in found.items()}
         return Making(plan, folder, made_with, same_as, seconds)
+
+    @property
+    def digest(self) -> str:
+        """Of a plan with one arm: by what its runs are known, whatever their seed."""
+        return plans.digest_of(self.made_with[self.plan.arms[0].name])
 
     def places(self, seeds: Sequence[int], arms: Sequence[str] = ()) -> list[Place]:
         """Seed by seed, so that pairs are complete early."""
@@ -222,21 +278,25 @@ class Making:
     def states(self, places: Sequence[Place]) -> dict[Place, str]:
         return {place: state_of(place, self.made_with[place.arm]) for place in places}
 
-    def comparison(self) -> Comparison:
-        states = self.states(self.places(self.plan.seeds))
-        return from_plan(self.plan, list(states.items()), self.same_as)
+    def comparison(self, plan: Plan | None = None) -> Comparison:
+        plan = plan or self.plan
+        states = self.states(self.places(plan.seeds))
+        return from_plan(plan, list(states.items()), self.same_as)
 
     def run(self, workers: Workers, jobs: int, retry: frozenset[str], *, fail_fast: bool) -> list[Place]:
         """Runs what is left. Gives the runs that the plan wanted."""
         plan, told = self.plan, list[bool]()
         places = self.places(plan.seeds)
-        progress = Progress(places, self.made_with, plan.metric, jobs, after=lambda: self.tell_power(told, progress))
+        later: list[str | int] = [*plan.later_seeds, *(arm.name for arm in plan.arms if arm.exploratory)]
+        progress = Progress(places, self.made_with, plan.metric, jobs, later, after=lambda: self.tell_power(told, progress))
         arms = {arm.name: arm for arm in plan.arms}
         given = functools.partial(shared, plan, self.folder)
         launch = Launch(arms, self.made_with, plan.threads, jobs, progress, retry, fail_fast, given)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the runs are saved
         try:
             with progress:
+                if plan.family and not all((place.run / RESULTS).exists() for place in places):
+                    progress.line(planned_power(len(plan.seeds), len(plan.family)))
                 return self.look_by_look(launch, workers)
         except KeyboardInterrupt:
             raise Halt(f"stopped; what was done is saved. Go on with: {self.again(jobs)}", 130) from None
@@ -244,37 +304,41 @@ class Making:
             raise Halt(f"{stop}. Go on with: {self.again(jobs)} --retry failed", 1) from None
 
     def look_by_look(self, launch: Launch, workers: Workers) -> list[Place]:
-        """All of them, or those up to the look at which every arm was decided."""
-        plan, before, open_arms = self.plan, 0, list[str]()
+        """All of them, or those up to the look at which every arm was decided; seeds that joined later come last."""
+        plan, seeds, before, open_arms = self.plan, self.plan.declared_seeds, 0, list[str]()
         wanted: list[Place] = []
-        for look in sorted({*plan.looks, len(plan.seeds)}):
-            more = self.places(plan.seeds[before:look], open_arms)
-            launch.run(more, workers)
+        for look in plan.verdicts_after or (len(seeds),):
+            more = self.places(seeds[before:look], open_arms)
+            launch.run(self.ready(more), workers)
             wanted, before = wanted + more, look
-            if look in plan.looks and look < len(plan.seeds):
-                still = compared(self.comparison()).open_arms
+            if look < len(seeds):
+                still = compared(self.comparison(dataclasses.replace(plan, seeds=seeds, later_seeds=()))).open_arms
                 if not still:
                     launch.view.line(f"looks: decided after {look} seeds, as the plan allows")
                     break
                 # With predictors as arms, their run is what goes on.
                 names = [arm.name for arm in plan.arms for n in (plan.baseline, *still) if n == arm.name or plan.within]
                 open_arms = [self.same_as.get(name, name) for name in names]
-        return wanted
+        later = self.places(plan.later_seeds)
+        launch.run(self.ready(later), workers)
+        return wanted + later
+
+    def ready(self, places: Sequence[Place]) -> list[Place]:
+        return [place for place in places if can_start(self.plan, self.folder, place.seed)]
 
     def again(self, jobs: int) -> str:
         """The command that goes on."""
-        typed = next((f" --plugin {shlex.quote(str(arm.flags['plugin']))}" for arm in self.plan.arms if arm.flags.get("plugin")), "")
+        plugins = self.plan.plugins
+        typed = f" --plugin {shlex.quote(' | '.join(plugins))}" if plugins else ""
         return f"python main.py compare --output_dir {shlex.quote(str(self.folder))} --jobs {jobs}{typed}"
 
     def tell_power(self, told: list[bool], progress: Progress) -> None:
         """Once, when the first two seeds of each arm are there: what the planned seeds will find."""
         plan = self.plan
         first_two = self.places(plan.seeds[:2])
-        if told or len(plan.arms) < 2 or len(plan.seeds) < 2 or not all((place.run / RESULTS).exists() for place in first_two):
+        if told or not plan.family or len(plan.seeds) < 2 or not all((place.run / RESULTS).exists() for place in first_two):
             return
         told.append(True)
-        from experiments.power import measured_power
-
         if line := measured_power(self.comparison(), len(plan.seeds)):
             progress.line(line)
 
@@ -286,6 +350,9 @@ class Making:
             conclude(self.comparison(), self.folder)
             if any(arm.published for arm in self.plan.arms):
                 print("\n" + beside_published(self.plan, self.places(self.plan.seeds), self.same_as, self.folder))
+        for seed in self.plan.seeds:
+            if not can_start(self.plan, self.folder, seed):
+                say(f"{failure(place_of(self.folder, BACKBONE, seed))}; no arm can start without it")
         for place, state in states.items():
             if state == "failed":
                 say(failure(place))

@@ -34,7 +34,7 @@ def from_plan(plan: Plan, found: Sequence[tuple[Place, str]], same_as: Mapping[s
         cells=tuple(within(cells, [arm.name for arm in plan.arms], plan.within)),
         exploratory=frozenset(n for arm in plan.arms if arm.name in exploratory for n in shown_arms([arm], plan.within, len(plan.arms))),
         exploratory_seeds=frozenset(plan.later_seeds),
-        looks=plan.looks,
+        looks=plan.verdicts_after,
         calibrated=plan.calibrated,
         same_as={} if plan.within else same_as,
     )

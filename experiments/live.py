@@ -6,7 +6,7 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,17 +17,20 @@ from run.directory import RESULTS
 from utils import say
 
 COLORS = {"done": "green", "running": "cyan", "failed": "red", "stopped": "yellow", "stale": "magenta", "pending": "dim"}
-MOST_ROWS = 40  # of the table; beyond, arms whose runs are all done or all pending are left out
+MOST_ROWS = 40  # of the table, or as many as the terminal has room for; arms at work come first
+WIDEST = 30  # that an arm's name is surely told to
+AROUND = 8  # lines of the table besides its rows
 
 
 @dataclass
 class Progress:
-    """What can be told from the directories alone. `ours`: arm and seed to where the run is kept."""
+    """What can be told from the directories alone. `later`: arms and seeds that joined the plan after it was written."""
 
     places: Sequence[Place]
     made_with: Mapping[str, Mapping[str, str]]
     metric: str
     jobs: int
+    later: Collection[str | int] = ()
     after: Callable[[], None] = lambda: None  # called when a run has finished
     done: dict[Path, Mapping[str, Any]] = field(default_factory=dict)
     live: Any = None
@@ -101,7 +104,7 @@ class Progress:
         """State and what is to be said of it."""
         state = state_of(place, self.made_with[place.arm])
         if state in ("done", "stale") and (results := self.results(place)):
-            return state, shown(self.metric, results["test"])
+            return state, shown(self.metric, results["test"]).removeprefix(f"{self.metric.replace('_', ' ')} ")
         if state != "running":
             return state, state
         line, epochs = last_epoch(place), epochs_of(place)
@@ -110,23 +113,29 @@ class Progress:
         left = f" {duration(whole * (1 - share_done(place)))}" if whole else ""
         return state, f"{line.get('epoch', 0)}/{epochs or '?'}{score}{left}"
 
+    def marked(self, text: str, name: str | int) -> str:
+        return f"{text} (exploratory)" if name in self.later else text
+
     def table(self) -> Any:
         from rich.table import Table
         from rich.text import Text
 
         seeds, arms = list(dict.fromkeys(p.seed for p in self.places)), list(dict.fromkeys(p.arm for p in self.places))
         cells = {(p.arm, p.seed): self.cell(p) for p in self.places}
-        rows = [arm for arm in arms if len({cells[arm, s][0] for s in seeds if (arm, s) in cells} - {"done", "pending"})]
-        told = arms if len(arms) <= MOST_ROWS else rows[:MOST_ROWS]
+        most = min(MOST_ROWS, self.live.console.height - AROUND) if self.live else MOST_ROWS
+        at_work = [arm for arm in arms if {cells[arm, s][0] for s in seeds if (arm, s) in cells} - {"done", "pending"}]
+        told = sorted([*at_work, *(arm for arm in arms if arm not in at_work)][:most], key=arms.index)
         left = self.time_left()
         count = sum(state == "done" for state, _ in cells.values())
-        table = Table(title=f"{count} of {len(cells)} runs done{f', {duration(left)} left' if left else ''}", title_justify="left")
-        table.add_column("arm")
+        metric = self.metric.replace("_", " ")
+        title = f"{count} of {len(cells)} runs done{f', {duration(left)} left' if left else ''}; {metric} of the test rows"
+        table = Table(title=title, title_justify="left")
+        table.add_column("arm", min_width=min(WIDEST, max(map(len, arms))), no_wrap=True)
         for seed in seeds:
-            table.add_column(f"seed {seed}")
+            table.add_column(self.marked(f"seed {seed}", seed))
         for arm in told:
             states = [cells.get((arm, seed), ("pending", "")) for seed in seeds]
-            table.add_row(arm, *(Text(text, style=COLORS[state]) for state, text in states))
+            table.add_row(Text(self.marked(arm, arm)), *(Text(text, style=COLORS[state]) for state, text in states))
         return table
 
 

@@ -59,6 +59,11 @@ class Metric:
             return given / self.scale
         return self.margin * abs(baseline) if self.relative else self.margin
 
+    def margin_in_words(self, given: float | None = None) -> str:
+        if given is None and self.relative:
+            return f"{self.margin:.0%} of the baseline's {self.title}".replace("%", " %")
+        return f"{self.margin * self.scale if given is None else given:g} {self.unit}".rstrip() + f" of {self.title}"
+
     def of(self, answers: Answers) -> float:
         if self.rows is not None:
             return float(self.rows(answers).mean())

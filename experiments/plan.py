@@ -14,13 +14,15 @@ from typing import Any
 
 import config as flags
 from experiments.cells import folder_name
-from experiments.grid import Arm, arms_of, check_names, value_of
+from experiments.grid import Arm, alternatives, arms_of, check_names, value_of
+from experiments.metrics import METRICS
 from inputs.yaml_file import read_mapping, read_yaml
-from utils import BadOption, did_you_mean, whole_numbers
+from utils import BadOption, did_you_mean, one_of, whole_numbers
 
 FILE = "plan.json"
 DECLARED = ("seeds", "baseline", "metric", "margin", "looks", "calibrated", "within", "threads", "conditions")
 KEYS = ("arms", "common", "backbone", "published", "about", *DECLARED)  # of a YAML plan
+FOLLOWING = ("family", "margin_means")  # of plan.json: told for people, from the rest
 BACKBONE = "shared backbone"  # as an arm, of which every other one takes the weights
 OURS = ("output_dir", "seed", "feature_cache")  # what the comparison gives to each cell
 
@@ -49,9 +51,29 @@ class Plan:
         declared = [arm for arm in self.arms if not arm.exploratory]
         return [name for name in shown_arms(declared, self.within, len(self.arms)) if name != self.baseline]
 
+    @property
+    def plugins(self) -> list[str]:
+        """Files with code that runs load, each once."""
+        every = (self.backbone, *(arm.flags for arm in self.arms))
+        return list(dict.fromkeys(str(given["plugin"]) for given in every if given.get("plugin")))
+
+    @property
+    def declared_seeds(self) -> tuple[int, ...]:
+        return self.seeds[: len(self.seeds) - len(self.later_seeds)]
+
+    @property
+    def verdicts_after(self) -> tuple[int, ...]:
+        """Numbers of seeds at which verdicts are made: the looks, and all that were declared. None: at any number."""
+        return tuple(sorted({*self.looks, len(self.declared_seeds)})) if self.looks else ()
+
+    @property
+    def margin_means(self) -> str:
+        return METRICS[self.metric].margin_in_words(self.margin)
+
     def body(self) -> dict[str, Any]:
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "arms"}
-        plain = json.loads(json.dumps({"arms": [dataclasses.asdict(arm) for arm in self.arms], **values, "family": self.family}))
+        values |= {name: getattr(self, name) for name in FOLLOWING}
+        plain = json.loads(json.dumps({"arms": [dataclasses.asdict(arm) for arm in self.arms], **values}))
         return {**plain, "sha256": digest_of(plain)}
 
 
@@ -61,6 +83,7 @@ def digest_of(body: Any) -> str:
 
 def checked(plan: Plan) -> Plan:
     """Refuses what can't be compared."""
+    one_of("metric", plan.metric, METRICS)
     check_names([arm.name for arm in plan.arms])
     names = shown_arms(plan.arms, plan.within)
     if plan.backbone and (taken := [arm.name for arm in plan.arms if arm.name == BACKBONE or "pretrained" in arm.flags]):
@@ -73,8 +96,9 @@ def checked(plan: Plan) -> Plan:
     for arm in plan.arms:
         if (other := folders.setdefault(folder_name(arm.name).lower(), arm.name)) != arm.name:
             raise BadOption("compare", f"must give arms names that differ in letters or digits: {other!r} and {arm.name!r} do not")
-    if plan.looks and (list(plan.looks) != sorted(set(plan.looks)) or plan.looks[0] < 2 or plan.looks[-1] > len(plan.seeds)):
-        rule = f"must be rising numbers of seeds from 2 to {len(plan.seeds)}"
+    most = len(plan.declared_seeds)
+    if plan.looks and (list(plan.looks) != sorted(set(plan.looks)) or plan.looks[0] < 2 or plan.looks[-1] > most):
+        rule = f"must be rising numbers of seeds from 2 to {most}"
         raise BadOption("looks", rule, ",".join(map(str, plan.looks)))
     return plan
 
@@ -82,12 +106,23 @@ def checked(plan: Plan) -> Plan:
 # ---------------------------------------------------------------- from what was typed
 
 
+SEEDS = "must be how many (5), or several with commas between (3,7,11)"
+
+
 def seeds_of(text: str) -> tuple[int, ...]:
     """ "5" is 0 to 4; "3,7,11" are these."""
     words = [word.strip() for word in text.split(",")]
-    if not all(re.fullmatch(r"\d{1,18}", word) for word in words) or (len(words) == 1 and not 1 <= int(words[0]) <= 10_000):
-        raise BadOption("seeds", "must be how many (5), or several with commas between (3,7,11)", text)
-    return tuple(map(int, words)) if len(words) > 1 else tuple(range(int(words[0])))
+    if len(words) > 1:
+        return these_seeds(words, text)
+    if not re.fullmatch(r"\d{1,18}", words[0]) or not 1 <= int(words[0]) <= 10_000:
+        raise BadOption("seeds", SEEDS, text)
+    return tuple(range(int(words[0])))
+
+
+def these_seeds(words: Sequence[Any], given: Any) -> tuple[int, ...]:
+    if not words or not all(re.fullmatch(r"\d{1,18}", str(word)) for word in words):
+        raise BadOption("seeds", SEEDS, given)
+    return tuple(int(word) for word in words)
 
 
 def sources_of(text: str) -> tuple[str, ...]:
@@ -132,7 +167,7 @@ def declared_in(rest: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = dict(found)
     if "seeds" in rest:
         seeds = rest["seeds"]
-        values["seeds"] = seeds_of(",".join(map(str, seeds)) if isinstance(seeds, list) and len(seeds) > 1 else str(seeds).strip("[]"))
+        values["seeds"] = these_seeds(seeds, seeds) if isinstance(seeds, list) else seeds_of(str(seeds))
     if "backbone" in rest:
         values["backbone"] = absolute([Arm(BACKBONE, rest["backbone"])])[0].flags
     if "margin" in rest:
@@ -143,8 +178,13 @@ def declared_in(rest: Mapping[str, Any]) -> dict[str, Any]:
     if "looks" in rest:
         values["looks"] = whole_numbers("looks", rest["looks"])
     if "within" in rest:
-        values["within"] = sources_of(",".join(rest["within"]) if isinstance(rest["within"], list) else str(rest["within"]))
-    return {**values, "calibrated": True} if rest.get("calibrated") else values
+        within = rest["within"]
+        values["within"] = sources_of(",".join(map(str, within)) if isinstance(within, list) else str(within))
+    if "calibrated" in rest:
+        if not isinstance(rest["calibrated"], bool):
+            raise BadOption("calibrated", "must be true or false", rest["calibrated"])
+        values["calibrated"] = rest["calibrated"]
+    return values
 
 
 def read_plan(path: str, typed: Mapping[str, str]) -> tuple[list[Arm], dict[str, Any]]:
@@ -155,10 +195,7 @@ def read_plan(path: str, typed: Mapping[str, str]) -> tuple[list[Arm], dict[str,
     for key in body:
         if key not in KEYS:
             raise BadOption("plan", f"has {key!r}, which is none of {', '.join(KEYS)}{did_you_mean(str(key), KEYS)}", path)
-    published = dict(body.get("published") or {})
-    for name in published:
-        if name not in body["arms"]:
-            raise BadOption("plan", f"has published numbers of an arm {name!r} that it does not have", path)
+    published = published_in(path, body)
     arms = [
         Arm(str(name), flags_in(path, str(name), body.get("common"), own, typed), published=published.get(name) or {})
         for name, own in body["arms"].items()
@@ -167,6 +204,17 @@ def read_plan(path: str, typed: Mapping[str, str]) -> tuple[list[Arm], dict[str,
     if body.get("backbone"):
         rest["backbone"] = flags_in(path, BACKBONE, body.get("common"), body["backbone"], typed)
     return arms, rest
+
+
+def published_in(path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of a YAML plan: the numbers to print beside ours, by arm."""
+    published = body.get("published") or {}
+    if not isinstance(published, dict) or not all(isinstance(numbers, dict) for numbers in published.values()):
+        raise BadOption("plan", "must hold 'published:' as an arm and 'score: number' for each", path)
+    for name in published:
+        if name not in body["arms"]:
+            raise BadOption("plan", f"has published numbers of an arm {name!r} that it does not have", path)
+    return published
 
 
 def flags_in(path: str, name: str, common: Any, own: Any, typed: Mapping[str, str]) -> dict[str, Any]:
@@ -202,14 +250,27 @@ def read(folder: Path) -> Plan | None:
         claimed = body.pop("sha256")
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, AttributeError, OSError):
+    except (ValueError, KeyError, TypeError, AttributeError, OSError):
         raise BadOption("output_dir", f"must hold a whole {FILE}", str(folder)) from None
     if digest_of(body) != claimed:
         raise BadOption("output_dir", f"holds a {FILE} that was changed since it was written", str(folder))
-    if strange := set(body) - {f.name for f in dataclasses.fields(Plan)} - {"family"}:
+    arms = body["arms"] if isinstance(body.get("arms"), list) and all(isinstance(arm, dict) for arm in body["arms"]) else [{}]
+    strange = set(body) - {f.name for f in dataclasses.fields(Plan)} - set(FOLLOWING)
+    strange |= {name for arm in arms for name in arm} - {f.name for f in dataclasses.fields(Arm)}
+    if strange:
         raise BadOption("output_dir", f"holds a {FILE} of a version with other entries ({', '.join(sorted(strange))})", str(folder))
-    values: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in body.items() if n not in ("family", "arms")}
-    return Plan(arms=tuple(Arm(**arm) for arm in body["arms"]), **values)
+    values: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in body.items() if n not in (*FOLLOWING, "arms")}
+    try:
+        return Plan(arms=tuple(Arm(**arm) for arm in arms), **values)
+    except TypeError:  # an entry is missing
+        raise BadOption("output_dir", f"must hold a whole {FILE}", str(folder)) from None
+
+
+def permit(old: Plan, typed: Mapping[str, str]) -> None:
+    """NOTE: no code runs because a file names it, and a plan is a file."""
+    given = {str(Path(path).resolve()) for path in alternatives("plugin", typed["plugin"])} if "plugin" in typed else set()
+    if missing := [path for path in old.plugins if path not in given]:
+        raise BadOption("plugin", f"must be typed: the plan names {missing[0]}, and no code runs because a file names it")
 
 
 def extended(old: Plan, arms: Sequence[Arm], typed: Mapping[str, Any]) -> Plan:

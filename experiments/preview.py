@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,40 +19,55 @@ from experiments.power import planned_power
 from inputs.rows import Data
 from run.directory import RESULTS
 from run.parts import loader, random_bank
+from run.prepare import predictor_names
 from train_eval import step
 from training.state import TrainingState
 
 ENOUGH = 1.0  # seconds of measured steps
 START = 2.0  # seconds for what a run does besides passes over its rows
+FIT = 0.003  # seconds for calibrating one vote to one validation row: measured on one core, digits and 8,000 random rows
 
 
 def preview(plan: Plan, states: Mapping[Place, str], seconds: Mapping[str, float], same_as: Mapping[str, str], jobs: int) -> str:
     """`seconds`: of a run of each arm, measured on a few steps where none is done."""
     lines = []
     width = max(len(arm.name) for arm in plan.arms)
-    left = 0.0
+    each: dict[str, float] = {}
     for arm in plan.arms:
         if arm.name in same_as:
             lines.append(f"  {arm.name:<{width}}  is {same_as[arm.name]} by another name")
             continue
         own = {place: state for place, state in states.items() if place.arm == arm.name}
         done = [seconds_taken(place) for place in own if (place.run / RESULTS).exists()]
-        each = statistics.median(done) if done else seconds[arm.name]
-        left += each * (len(own) - len(done))
+        each[arm.name] = statistics.median(done) if done else seconds[arm.name]
         count = ", ".join(f"{n} {state}" for state, n in Counter(own.values()).items())
         how = "measured" if done else "about"
         typed = " ".join(f"--{name} {value}" for name, value in arm.flags.items())
-        lines.append(f"  {arm.name:<{width}}  {count}; {how} {duration(each)} a run  {typed}{'  (exploratory)' if arm.exploratory else ''}")
-    margin = "the default margin" if plan.margin is None else f"margin {plan.margin:g}"
+        lines.append(
+            f"  {arm.name:<{width}}  {count}; {how} {duration(each[arm.name])} a run  {typed}{'  (exploratory)' if arm.exploratory else ''}"
+        )
     head = f"plan: {len(plan.arms)} arms x {len(plan.seeds)} seeds, {len(states)} runs of {plan.threads} threads, {jobs} at once"
-    lines = [f"{head}: about {duration(left / jobs)} left", *lines]
-    lines += [f"seeds: {', '.join(map(str, plan.seeds))}" + (f"; looks after {', '.join(map(str, plan.looks))}" if plan.looks else "")]
-    lines += [f"compared: {plan.metric} ({margin}), with {plan.baseline}; declared: {', '.join(plan.family) or 'nothing'}"]
+    left = side_by_side([each[place.arm] for place in states if not (place.run / RESULTS).exists()], jobs)
+    lines = [f"{head}: about {duration(left)} left", *lines]
+    seeds = ", ".join(f"{seed} (exploratory)" if seed in plan.later_seeds else str(seed) for seed in plan.seeds)
+    lines += [f"seeds: {seeds}" + (f"; verdicts after {', '.join(map(str, plan.verdicts_after))}" if plan.looks else "")]
+    lines += [
+        f"compared: {plan.metric} (margin: {plan.margin_means}), with {plan.baseline}; declared: {', '.join(plan.family) or 'nothing'}"
+    ]
     return "\n".join([*lines, planned_power(len(plan.seeds), max(1, len(plan.family)))])
 
 
+def side_by_side(times: Sequence[float], jobs: int) -> float:
+    """How long runs of these times take, so many at once, each begun in its turn as soon as there is room."""
+    ends = [0.0] * jobs
+    for time_of_one in times:
+        ends[ends.index(min(ends))] += time_of_one
+    return max(ends)
+
+
 def seconds_of_run(config: Config, data: Data, model: Classifier, device: torch.device) -> float:
-    """Measured on a few steps: passes over training and validation rows, and the evaluation at the end."""
+    """Measured on a few steps: passes over training and validation rows, and the evaluation at the end. All epochs count: with --patience
+    a run may end earlier."""
     train = loader(config, data, "train", device)
     assert train is not None
     batch = next(iter(train.epoch()))
@@ -65,7 +80,8 @@ def seconds_of_run(config: Config, data: Data, model: Classifier, device: torch.
 
     look = median_seconds(forward)
     per_batch = {part: -(-len(split) // len(batch)) for part in ("train", "val", "test") if (split := getattr(data, part))}
-    passes = sum(per_batch.values()) * look
+    passes = (sum(per_batch.values()) + per_batch.get("test", 0) * max(0, config.evaluation.tta - 1)) * look
+    end = START + passes + (FIT * len(data.val) * votes(config, model) if data.val and config.evaluation.calibrate != "none" else 0.0)
     if model.head.wants_bank:
         with torch.no_grad():
             dim = model.head.embed(model.backbone(batch.x[:2])).shape[1]
@@ -73,10 +89,15 @@ def seconds_of_run(config: Config, data: Data, model: Classifier, device: torch.
     state = TrainingState(config, model, rows, device)
     update = median_seconds(lambda: step(state, [batch]))
     if config.model.freeze_backbone:
-        return START + passes + config.training.num_epochs * rows * max(update - look, update / 20)
+        return end + config.training.num_epochs * rows * max(update - look, update / 20)
     bank = rows * look if model.head.wants_bank else 0.0
     epoch = rows * update + per_batch.get("val", 0) * look + bank
-    return START + config.training.num_epochs * epoch + passes
+    return end + config.training.num_epochs * epoch
+
+
+def votes(config: Config, model: Classifier) -> int:
+    """How many predictors look at neighbors."""
+    return len([name for name in predictor_names(config, model) if name != "linear"])
 
 
 def median_seconds(work: Callable[[], Any]) -> float:

@@ -26,10 +26,13 @@ def beside_published(plan: Plan, places: Sequence[Place], same_as: Mapping[str, 
         own = [p.run for p in places if p.arm == same_as.get(arm.name, arm.name) and (p.run / RESULTS).exists()]
         scores = [tested(results(run), plan.calibrated) for run in own]
         cells = [[ours(name, scores), str(arm.published.get(name, "-"))] for name in numbers]
-        rows.append([arm.name, *(text for pair in cells for text in pair)])
+        rows.append([arm.name + " (exploratory)" * arm.exploratory, *(text for pair in cells for text in pair)])
     kept = [i for i in range(len(headings)) if any(row[i] != "-" for row in rows[1:])]  # a number that we do not have here
     rows = [[row[i] for i in kept] for row in rows]
     conditions = f"published: {plan.conditions}" if plan.conditions else ""
+    if any(p.seed in plan.later_seeds and (p.run / RESULTS).exists() for p in places):
+        added = ", ".join(map(str, plan.later_seeds))
+        conditions = f"here: exploratory, with seeds that were added after the plan was written ({added})\n\n{conditions}".rstrip()
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     lines.insert(1, "|" + "---|" * len(kept))
     write_atomically(folder / FILE, "\n".join([*lines, "", conditions, ""]).encode())

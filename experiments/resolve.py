@@ -24,6 +24,7 @@ from run.complete import complete
 from run.parts import choose_device, load_data, with_published_normalization
 from run.plugin import digest_of as digest_of_plugin
 from run.plugin import load_plugin
+from run.prepare import predictor_names
 from run.run import Parts
 from run.saved import with_absolute_paths
 from utils import WARNINGS, BadOption, options_of, parse_parts, say
@@ -44,6 +45,7 @@ class Identity:
     plugin: str
     test_rows: str
     seconds: float = 0.0  # that a run takes, where it was measured
+    predictors: tuple[str, ...] = ()  # that it will keep predictions of, "linear.raw", where it was built
 
     def made_with(self) -> dict[str, str]:
         return {"config": self.config, "data": self.data, "code": self.code, "plugin": self.plugin}
@@ -64,18 +66,18 @@ Measure = Callable[[Config, Data, Classifier, torch.device], float]
 
 
 def resolve(
-    arms: Sequence[Arm], seed: int, *, tried: frozenset[str] = frozenset(), measure: Measure | None = None
+    arms: Sequence[Arm], seed: int, *, tried: frozenset[str] = frozenset(), measure: Measure | None = None, backbone: str = ""
 ) -> dict[str, Identity]:
     """Each arm completed, and those not `tried` before built and tried with one row: what can't work ends here, before anything runs.
 
-    `measure` is asked how long a run of each arm that is built takes.
+    `measure` is asked how long a run of each arm that is built takes. `backbone`: digest of what gives each seed its --pretrained.
     """
     code, rows, found = code_digest(), Rows(), {}
     told: dict[str, None] = {}
     for arm in arms:
         try:
             with listened(told):
-                found[arm.name] = identity_of(arm, seed, code, rows, build=arm.name not in tried, measure=measure)
+                found[arm.name] = identity_of(arm, seed, code, rows, build=arm.name not in tried, measure=measure, backbone=backbone)
         except BadOption as error:
             where = f", in arm {arm.name}" if len(arms) > 1 else ""
             raise BadOption(error.option, f"{error.rule}{where}", error.value) from None
@@ -110,32 +112,43 @@ class Rows:
         return self.loaded[key]
 
 
-def identity_of(arm: Arm, seed: int, code: str, rows: Rows, *, build: bool, measure: Measure | None) -> Identity:
+def identity_of(arm: Arm, seed: int, code: str, rows: Rows, *, build: bool, measure: Measure | None, backbone: str) -> Identity:
     given = with_absolute_paths({**arm.flags, "seed": seed})
     load_plugin(given.get("plugin"))
     device = choose_device(given.get("device", "auto"))
     data = rows.of(given)
     config = complete(given, data)
-    seconds = 0.0
+    seconds, predictors = 0.0, tuple[str, ...]()
     if build:
         parts = Parts.of(config, with_published_normalization(config, data), device, frozenset(given))
         seconds = measure(config, parts.data, parts.model, device) if measure else 0.0
+        predictors = sources(config, parts.model)
     plugin = digest_of_plugin(given["plugin"]) if given.get("plugin") else ""
-    text = json.dumps(canonical(config, device.type), sort_keys=True, default=str)
+    text = json.dumps(canonical(config, device.type, backbone), sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    return Identity(digest, data.summary["sha256"], code, plugin, data.summary["test_sha256"], seconds)
+    return Identity(digest, data.summary["sha256"], code, plugin, data.summary["test_sha256"], seconds, predictors)
+
+
+def sources(config: Config, model: Classifier) -> tuple[str, ...]:
+    """The predictions that a run will keep."""
+    options = config.evaluation
+    variants = ["raw", *["calibrated"] * (options.calibrate != "none")]
+    variants += [f"{variant}_tta" for variant in variants if options.tta > 1]
+    return tuple(f"{name}.{variant}" for name in predictor_names(config, model) for variant in variants)
 
 
 # ---------------------------------------------------------------- one text for all that mean the same
 
 
-def canonical(config: Config, device: str) -> dict[str, Any]:
+def canonical(config: Config, device: str, backbone: str) -> dict[str, Any]:
     """The configuration without place and manner of running; files by what is in them, layers with all their options."""
     values = {name: value for name, value in config.flat().items() if name not in flags.PLACE and name != "seed"}
     values["device"] = device
     prefix, colon, _ = values["dataset"].partition(":")
     values["dataset"] = prefix if colon else values["dataset"]  # the rows have a digest of their own
-    if weights := values["pretrained"]:
+    if backbone:  # the file is another one for each seed
+        values["pretrained"] = backbone
+    elif weights := values["pretrained"]:
         values["pretrained"] = content_of(weights)
     if "layer" not in config.ignored:
         own = {name: values.pop(name) for name in flags.LAYER_OPTIONS}

@@ -18,7 +18,7 @@ COST = ("params", "gflops", "images_per_second", "images_per_second_low", "image
 class Summary:
     """`estimate` of the metric that is compared; `raw` and `calibrated` are its means over seeds as results.json has them.
 
-    `cost`: medians over seeds of what results.json says.
+    `cost`: medians over seeds of what results.json says. `later`: how many of the seeds were added after the plan.
     """
 
     arm: str
@@ -29,6 +29,7 @@ class Summary:
     states: tuple[str, ...]
     exploratory: bool
     verdict: Verdict | None  # None: the baseline
+    later: int = 0
 
     @property
     def word(self) -> str:
@@ -56,6 +57,7 @@ def summaries(verdicts: Verdicts) -> list[Summary]:
                 tuple(c.state for c in cells),
                 arm in comparison.exploratory,
                 of_arm.get(arm),
+                len(comparison.exploratory_seeds.intersection(scored.seeds(name))),
             )
         )
     return found
@@ -112,7 +114,7 @@ def cells(summary: Summary, verdicts: Verdicts) -> dict[str, str]:
         low, high = estimate.interval()
         d = decimals_for(metric, high - low)
         line[heading] = f"{number(metric, estimate.mean, d)} ({number(metric, low, d)} to {number(metric, high, d)})"
-        line["seeds"] = str(estimate.seeds)
+        line["seeds"] = str(estimate.seeds) + (f" ({summary.later} exploratory)" if summary.later else "")
         line[other] = "" if second is None else number(metric, second, d)
     line[difference_heading(verdicts)] = ""
     if verdict is not None and verdict.estimate is not None:

@@ -121,7 +121,8 @@ def _flat(arm: Summary, verdicts: Verdicts) -> dict[str, Any]:
     judged = verdict if verdict and verdict.estimate else None
     return {
         "arm": arm.arm,
-        "exploratory": arm.exploratory,
+        "exploratory": arm.exploratory or arm.later > 0,
+        "exploratory_seeds": arm.later,
         "metric": verdicts.comparison.metric,
         "mean": estimate and estimate.mean,
         "low": low,
@@ -149,7 +150,7 @@ def as_json(verdicts: Verdicts, arms: Sequence[Summary]) -> dict[str, Any]:
         "baseline": comparison.baseline,
         "arms": list(comparison.arms),
         "comparisons": [_comparison(v, verdicts) for v in verdicts.verdicts],
-        "cells": [_place(cell) for cell in comparison.cells],
+        "cells": [_place(cell, comparison) for cell in comparison.cells],
         "margin": comparison.margin,
         "calibrated": comparison.calibrated,
         "family": list(comparison.family),
@@ -160,9 +161,10 @@ def as_json(verdicts: Verdicts, arms: Sequence[Summary]) -> dict[str, Any]:
     }
 
 
-def _place(cell: Cell) -> dict[str, Any]:
-    within = {"source": cell.source} if cell.source else {}
-    return {"arm": cell.arm, "seed": cell.seed, "state": cell.state, "run": cell.run and str(cell.run), **within}
+def _place(cell: Cell, comparison: Comparison) -> dict[str, Any]:
+    more: dict[str, Any] = {"source": cell.source} if cell.source else {}
+    more |= {"exploratory": True} if _added_later(cell, comparison) else {}
+    return {"arm": cell.arm, "seed": cell.seed, "state": cell.state, "run": cell.run and str(cell.run), **more}
 
 
 def _comparison(verdict: Verdict, verdicts: Verdicts) -> dict[str, Any]:

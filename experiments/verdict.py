@@ -85,12 +85,16 @@ class Stand:
 
 def judge(comparison: Comparison) -> Verdicts:
     """Reads predictions and results of the finished cells, and compares each arm with the baseline."""
-    scored = score(comparison)
-    verdicts, later = _judged(comparison, scored), comparison.exploratory_seeds
-    if later:
-        declared = replace(comparison, cells=tuple(c for c in comparison.cells if c.seed not in later), exploratory_seeds=frozenset())
-        words = [v.verdict for v in _judged(declared, scored.without(later))]
-        verdicts = [replace(v, declared=word) for v, word in zip(verdicts, words, strict=True)]
+    scored, later = score(comparison), comparison.exploratory_seeds
+    if not later:
+        return Verdicts(comparison=comparison, verdicts=tuple(_judged(comparison, scored)), scored=scored)
+    declared = replace(comparison, cells=tuple(c for c in comparison.cells if c.seed not in later), exploratory_seeds=frozenset())
+    as_declared = _judged(declared, scored.without(later))
+    of_all = _judged(replace(comparison, looks=()), scored)  # looks were declared for the other seeds
+    verdicts = []
+    for one, first in zip(of_all, as_declared, strict=True):
+        rests_on_later = not later.isdisjoint(one.seeds)
+        verdicts.append(replace(one, declared=first.verdict) if rests_on_later else replace(first, missing=one.missing))
     return Verdicts(comparison=comparison, verdicts=tuple(verdicts), scored=scored)
 
 

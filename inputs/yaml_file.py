@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,15 @@ def plain_yaml(text: str) -> Any:
     import yaml
 
     class Plain(yaml.SafeLoader):
-        """Dates stay text, and no tag makes anything but what a file without tags can hold."""
+        """Dates stay text, and no tag makes anything but what a file without tags can hold. A name that is there twice is refused: the
+        second would silently replace the first."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            lines = node.value if isinstance(node, yaml.MappingNode) else []
+            count = Counter(name.value for name, _ in lines if isinstance(name, yaml.ScalarNode))
+            if twice := next((name for name in count if count[name] > 1), None):
+                raise ValueError(f"{twice!r} is there twice")
+            return super().construct_mapping(node, deep)
 
     kinds = ("null", "bool", "int", "float", "seq", "map", "str")
     made = {tag: make for tag, make in Plain.yaml_constructors.items() if tag is None or str(tag).rpartition(":")[2] in kinds}

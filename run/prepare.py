@@ -120,6 +120,15 @@ def groups_of(evaluator: Evaluator) -> tuple[dict[str, dict[str, Tensor]], dict[
 # ---------------------------------------------------------------- baselines
 
 
+def predictor_names(config: Config, model: Classifier) -> list[str]:
+    """Of the predictors that an evaluation will have: nothing is fitted for that."""
+    head, own = model.head, config.head.head
+    if isinstance(head, NeighborHead):
+        return list(dict.fromkeys([*beside_neighbors(head, "none").names, "attention"]))
+    votes = beside_neighbors(baseline_head(1, model.num_classes, k_train=1), "none").names
+    return [own, *votes] if config.evaluation.baselines else [own]
+
+
 def bank_of_features(model: Classifier, rows: AnyBatches) -> Bank:
     """For the baselines of a head that has no bank."""
     embeddings = unit(model.of_rows(rows))

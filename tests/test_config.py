@@ -266,6 +266,8 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(f"{b}: &{b} [{','.join(['*' + a] 
         ("lr: &a [1, *a]", "lr must be a number, in "),
         ("lr: {a: [1]}", "lr must be a number, in "),
         ("? [a]\n: 1", "config must be a YAML file"),
+        ("lr: 0.5\nK: 3\nlr: 0.1", "config must be a YAML file ('lr' is there twice)"),
+        ("".join(f"a{i}: 1\n" for i in range(9000)) + "a1: 1", "config must be a YAML file ('a1' is there twice)"),
         ("lr: 1\x00", "config must be a YAML file"),
         ("#" * 100_001, "config must have at most 100,000 bytes (100,001 found)"),
     ],

@@ -84,10 +84,11 @@ def forest(material: Material) -> Picture:
 
 
 def _difference(v: Verdict, scale: float) -> tuple[Any, ...]:
+    arm = v.arm + " (exploratory)" * v.exploratory
     if v.estimate is None:
-        return (v.arm, None, None, None, None, 0, None, v.verdict)
+        return (arm, None, None, None, None, 0, None, v.verdict)
     numbers = (round(x * scale, 6) for x in (v.estimate.mean, v.low, v.high, v.margin))
-    return (v.arm, *numbers, len(v.seeds), None if v.p_holm is None else round(v.p_holm, 6), v.verdict)
+    return (arm, *numbers, len(v.seeds), None if v.p_holm is None else round(v.p_holm, 6), v.verdict)
 
 
 def scores(material: Material) -> Picture:

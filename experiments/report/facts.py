@@ -60,7 +60,7 @@ def runs_table(material: Material) -> Table:
     rows = []
     for run in material.runs:
         r = run.results
-        row: list[Any] = [run.name, run.state]
+        row: list[Any] = [run.name + " (exploratory)" * material.joined_later(run), run.state]
         row += [_mean([r.get("test", {}).get(name)], scale) for _, name, scale in SCORES]
         row += [_mean([r.get("test_calibrated", {}).get(name)], scale) for _, name, scale in SCORES[:3]]
         row += [r.get("epoch"), r.get("params")]

@@ -116,6 +116,14 @@ class Material:
         """Whether runs still go on, or wait."""
         return any(run.state in ("running", "pending") for run in self.runs)
 
+    def joined_later(self, run: Run) -> bool:
+        """Whether its arm or its seed joined the plan after it was written."""
+        if self.verdicts is None:
+            return False
+        comparison = self.verdicts.comparison
+        arm = any(name == run.arm or name.startswith(f"{run.arm}: ") for name in comparison.exploratory)  # or predictors inside it
+        return arm or run.seed in comparison.exploratory_seeds
+
     def of(self, arm: str) -> list[Shown]:
         """The finished cells of an arm, those of the arm that it is another name of."""
         name = self.verdicts.comparison.same_as.get(arm, arm) if self.verdicts else arm

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,10 +36,66 @@ def test_a_plan_comes_back_as_it_was_written(tmp_path: Path) -> None:
     write_json(tmp_path / plans.FILE, PLAN.body())
     assert read(tmp_path) == PLAN
     body = json.loads((tmp_path / plans.FILE).read_text())
-    assert body["family"] == ["B"]
+    assert (body["family"], body["margin"], body["margin_means"]) == (["B"], None, "0.3 points of accuracy")
     write_json(tmp_path / plans.FILE, {**body, "baseline": "B"})
     with pytest.raises(BadOption, match="changed since it was written"):
         read(tmp_path)
+
+
+def resigned(body: object) -> str:
+    return json.dumps({**body, "sha256": plans.digest_of(body)} if isinstance(body, dict) else body)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda body: [], "output_dir must hold a whole plan.json"),
+        (lambda body: "plan", "output_dir must hold a whole plan.json"),
+        (lambda body: {**body, "color": 1}, r"of a version with other entries \(color\)"),
+        (lambda body: {**body, "arms": [{**body["arms"][0], "shade": 1}]}, r"of a version with other entries \(shade\)"),
+        (lambda body: {**body, "arms": [{"name": "A"}]}, "output_dir must hold a whole plan.json"),
+        (lambda body: {**body, "arms": 3}, "output_dir must hold a whole plan.json"),
+        (lambda body: {name: value for name, value in body.items() if name != "seeds"}, "output_dir must hold a whole plan.json"),
+    ],
+)
+def test_what_is_no_plan_json(tmp_path: Path, change: Callable[[dict[str, Any]], object], words: str) -> None:
+    body = PLAN.body()
+    del body["sha256"]
+    (tmp_path / plans.FILE).write_text(resigned(change(body)))
+    with pytest.raises(BadOption, match=words):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("metric", "given", "words"),
+    [
+        ("accuracy", None, "0.3 points of accuracy"),
+        ("accuracy", 1.5, "1.5 points of accuracy"),
+        ("nll", None, "2 % of the baseline's NLL"),
+        ("nll", 0.01, "0.01 nats of NLL"),
+        ("ece", None, "0.005 of ECE"),
+    ],
+)
+def test_the_margin_in_words(metric: str, given: float | None, words: str) -> None:
+    assert replace(PLAN, metric=metric, margin=given).margin_means == words
+
+
+def test_the_last_verdict_is_made_with_all_declared_seeds() -> None:
+    """Else seeds after the last look would run and count for nothing."""
+    plan = replace(PLAN, seeds=tuple(range(10)), looks=(3, 5))
+    assert plan.verdicts_after == (3, 5, 10)
+    assert extended(plan, [], {"seeds": tuple(range(12))}).verdicts_after == (3, 5, 10)
+    assert replace(plan, looks=()).verdicts_after == ()
+
+
+def test_code_runs_because_it_was_typed_and_not_because_a_plan_names_it(tmp_path: Path) -> None:
+    one, other = str(tmp_path / "one.py"), str(tmp_path / "other.py")
+    plan = replace(PLAN, arms=(PLAN.arms[0], Arm("C", {"plugin": one}), Arm("D", {"plugin": other})))
+    plans.permit(plan, {"plugin": f"{one} | {other}"})
+    plans.permit(PLAN, {})
+    for typed in ({}, {"plugin": one}):
+        with pytest.raises(BadOption, match=r"plugin must be typed: the plan names .*, and no code runs because a file names it"):
+            plans.permit(plan, typed)
 
 
 def test_what_joins_is_exploratory() -> None:
@@ -97,6 +156,13 @@ def test_a_plan_file(tmp_path: Path) -> None:
         (("layer: Attention", "layer: Attention, plugin: mine.py"), "plugin must be typed"),
         (("layer: Attention", "layer: Attention, seed: 3"), "must leave --seed to the comparison"),
         (("num_epochs: 3", "num_epochs: three"), "num_epochs must be a whole number"),
+        (("  two: {accuracy: 77.64, where: a paper}", "  [one, two]"), "must hold 'published:' as an arm and 'score: number' for each"),
+        (("two: {accuracy: 77.64, where: a paper}", "two: 77.64"), "must hold 'published:' as an arm and 'score: number' for each"),
+        (("  two: {layer", "  one: {layer"), r"must be a YAML file \('one' is there twice\)"),
+        (("one: {layer: Attention}", "one: [layer]"), "must give arm 'one' as 'flag: value' lines"),
+        ((YAML, "- one\n- two\n"), "plan must hold 'option: value' lines"),
+        ((YAML, "two arms"), "plan must hold 'option: value' lines"),
+        ((YAML, ""), "plan must hold 'option: value' lines"),
     ],
 )
 def test_what_is_no_plan_file(tmp_path: Path, change: tuple[str, str], words: str) -> None:
@@ -104,3 +170,25 @@ def test_what_is_no_plan_file(tmp_path: Path, change: tuple[str, str], words: st
     path.write_text(YAML.replace(*change))
     with pytest.raises(BadOption, match=words):
         read_plan(str(path), {})
+
+
+def test_seeds_of_a_plan_file_are_how_many_or_these() -> None:
+    for given, seeds in ((3, (0, 1, 2)), ([7], (7,)), ([3, 7, 11], (3, 7, 11)), ("3,7", (3, 7))):
+        assert plans.declared_in({"seeds": given}) == {"seeds": seeds}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"seeds": []}, "seeds must be how many"),
+        ({"seeds": ["a", 3]}, "seeds must be how many"),
+        ({"seeds": {"a": 1}}, "seeds must be how many"),
+        ({"calibrated": "maybe"}, "calibrated must be true or false, got 'maybe'"),
+        ({"within": 3}, "within must name at least two predictors"),
+        ({"looks": "soon"}, "looks must be whole numbers"),
+        ({"margin": "little"}, "margin must be a number"),
+    ],
+)
+def test_what_a_plan_file_cannot_declare(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadOption, match=words):
+        plans.declared_in(given)

@@ -14,6 +14,7 @@ from utils import parse_parts
 
 RECIPES = Path(__file__).parent.parent.parent / "recipes"
 PLANS = [path for path in sorted(RECIPES.glob("*.yaml")) if "\narms:" in path.read_text()]
+SMALL = {"attn_knn_resnet50": "attn_knn_small"}  # the others have one of their own name
 PAPERS = {path.stem for path in PLANS} - {"digits_layers"}
 
 
@@ -40,11 +41,28 @@ def test_a_plan_and_its_arms(path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(name for name in PAPERS if not name.endswith("_small")))
 def test_a_large_plan_has_a_small_one_with_its_controls(name: str) -> None:
-    large, small = plan_of(RECIPES / f"{name}.yaml"), plan_of(RECIPES / f"{name}_small.yaml")
+    path = RECIPES / f"{SMALL.get(name, f'{name}_small')}.yaml"
+    large, small = plan_of(RECIPES / f"{name}.yaml"), plan_of(path)
     assert len(small.seeds) == 5
-    assert yaml.safe_load((RECIPES / f"{name}_small.yaml").read_text())["threads"] == 1
+    assert yaml.safe_load(path.read_text())["threads"] == 1
     controls = [{arm.name for arm in plan.arms if not arm.published} for plan in (large, small)]
     assert len(controls[1]) >= len(controls[0]) >= 1
+
+
+@pytest.mark.parametrize("name", sorted(PAPERS))
+def test_honest_controls(name: str) -> None:
+    """Random candidates regularize: so do token dropout and augmentation. A vote that is calibrated stands beside a linear head that is,
+    and views beside models that have seen such."""
+    plan = plan_of(RECIPES / f"{name}.yaml")
+    of_arms = [arm.flags for arm in plan.arms]
+    plain = [of for of in of_arms if of.get("layer") == "Attention"]
+    if any("random" in str(of.get("layer")) for of in of_arms):
+        assert any(of.get("token_dropout") for of in plain)
+        assert any(of["augment"] for of in plain)
+    if any("knn" in str(of.get("head")) for of in of_arms):
+        assert plan.calibrated
+        assert plan.arm(plan.baseline).flags["head"] == "linear"
+    assert all(of["augment"] for of in of_arms if of.get("tta"))
 
 
 def test_nine_layers_on_digits() -> None:

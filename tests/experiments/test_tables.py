@@ -13,6 +13,10 @@ import numpy as np
 import pytest
 
 from experiments.arms import Cell, Comparison
+from experiments.cells import place_of
+from experiments.grid import Arm
+from experiments.plan import Plan
+from experiments.published import beside_published
 from experiments.tables import latex, markdown, write
 from experiments.verdict import Verdicts, judge
 from tests.experiments.made import arm_of, finished, labels, log_probs
@@ -143,6 +147,50 @@ def test_raw_and_calibrated_stand_side_by_side(cells: list[Cell], tmp_path: Path
     assert raw != calibrated
     write(judge(replace(comparison, calibrated=True)), tmp_path)
     assert float(table(tmp_path, "table.csv")[0]["mean"]) == pytest.approx(calibrated)
+
+
+def test_what_joined_later_is_marked_in_every_table(cells: list[Cell], tmp_path: Path) -> None:
+    """An arm by its name, seeds by their number."""
+    comparison = Comparison(arms=("base", HOSTILE), baseline="base", cells=tuple(cells), exploratory_seeds=frozenset({2}))
+    text = write(judge(comparison), tmp_path)
+    for shown in (text, (tmp_path / "table.md").read_text(), (tmp_path / "table.tex").read_text()):
+        assert shown.count("3 (1 exploratory)") == 2
+    assert [(line["exploratory"], line["exploratory_seeds"]) for line in table(tmp_path, "table.csv")] == [("True", "1")] * 2
+    assert [line["exploratory"] for line in table(tmp_path, "results.csv")] == ["False", "False", "True"] * 2
+    found = json.loads((tmp_path / "comparison.json").read_text())
+    assert [cell.get("exploratory", False) for cell in found["cells"]] == [False, False, True] * 2
+    assert found["comparisons"][0]["exploratory"]
+    text = write(judge(replace(comparison, exploratory_seeds=frozenset(), exploratory=frozenset({HOSTILE}))), tmp_path)
+    for name in ("table.md", "table.tex"):
+        assert (tmp_path / name).read_text().count("next (exploratory)") == 1
+    assert [line["exploratory"] for line in table(tmp_path, "table.csv")] == ["False", "True"]
+
+
+def test_published_numbers_stand_beside_ours_and_what_joined_later_is_marked(tmp_path: Path) -> None:
+    arms = (Arm("a", {}, published={"accuracy": 77.6, "nll": 0.25}), Arm("b", {}, exploratory=True))
+    plan = Plan(arms=arms, seeds=(0, 1), baseline="a", conditions="from a paper", later_seeds=(1,))
+    half, most = np.arange(30) < 15, np.arange(30) < 27
+    places = [place_of(tmp_path, arm, seed) for arm in "ab" for seed in (0, 1)]
+    for place, right in zip(places, (half, most, most, most), strict=True):
+        finished(place.run, {"linear": log_probs(right, LABEL)}, LABEL)
+    nll = -np.mean([np.log(0.8) * n / 30 + np.log(0.1) * (30 - n) / 30 for n in (15, 27)])
+    text = beside_published(plan, places, {}, tmp_path).splitlines()
+    assert re.split(r"  +", text[1]) == ["a", "70.00", "77.6", f"{nll:.4f}", "0.25"]
+    assert re.split(r"  +", text[2])[:3] == ["b (exploratory)", "90.00", "-"]
+    assert text[4:] == ["here: exploratory, with seeds that were added after the plan was written (1)", "", "published: from a paper"]
+    assert "here: exploratory" in (tmp_path / "published.md").read_text()
+    assert "here: exploratory" not in beside_published(replace(plan, later_seeds=()), places, {}, tmp_path)
+
+
+def test_a_hundred_runs(tmp_path: Path) -> None:
+    """Twenty arms of five seeds; each line of the table is whole."""
+    arms = [f"arm {number}" for number in range(20)]
+    right = np.random.default_rng(0).random((20, 5, len(LABEL))) < 0.7
+    runs = [cell for arm, of_seeds in zip(arms, right, strict=True) for cell in arm_of(tmp_path / "runs", arm, of_seeds, LABEL)]
+    text = write(judge(Comparison(arms=tuple(arms), baseline="arm 0", cells=tuple(runs))), tmp_path)
+    assert "the 19 comparisons of the family share the error rate of 5 % (Holm)" in text
+    assert [line["arm"] for line in table(tmp_path, "table.csv")] == arms
+    assert len(table(tmp_path, "results.csv")) == len(json.loads((tmp_path / "comparison.json").read_text())["cells"]) == 100
 
 
 def test_nothing_finished_is_a_table_too(tmp_path: Path) -> None:

@@ -172,6 +172,17 @@ def test_the_verdict_of_declared_seeds_stays_when_seeds_are_added(three: list[Ce
     assert "(exploratory; the declared seeds alone: better)" in sentence(verdicts.verdicts[0], verdicts)
 
 
+def test_seeds_added_to_a_plan_with_looks_count_and_are_exploratory(three: list[Cell]) -> None:
+    """Looks are made of the declared seeds; an arm that has no seed beyond them keeps its verdict."""
+    cells = [c for c in three if c.arm != "good" or c.seed < 3]
+    verdicts = judge(compared(cells, looks=(2, 3), exploratory_seeds=frozenset({3})))
+    good, like = verdicts.verdicts
+    as_planned = judge(compared([c for c in three if c.seed < 3], looks=(2, 3))).verdicts
+    assert (like.seeds, like.exploratory, like.declared, like.look) == ((0, 1, 2, 3), True, as_planned[1].verdict, None)
+    assert (good.seeds, good.verdict, good.level) == (as_planned[0].seeds, as_planned[0].verdict, as_planned[0].level)
+    assert (good.exploratory, good.declared, good.missing) == (False, None, (3,))
+
+
 def test_two_names_of_one_configuration(three: list[Cell]) -> None:
     more = {"arms": ("base", "good", "again", "fine"), "same_as": {"again": "base", "fine": "good"}}
     verdicts = judge(compared(of(three, "base", "good"), **more))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from experiments.metrics import METRICS, Answers
+from experiments.plan import FILE, read
 from experiments.report import comparing, confidence, sweeps, training
+from experiments.report.facts import runs_table, score_table
 from experiments.report.gallery import EACH, chosen, small, tallest
 from experiments.report.ink import Picture
 from experiments.report.material import Material, gather
+from inputs.store import write_json
 from tests.experiments.report.made import comparison_at, run_at
 
 
@@ -102,6 +106,21 @@ def test_curves_have_each_run_and_its_values(tmp_path: Path) -> None:
     assert table_of(found, "val-nll")[:2] == [("lr=0.1", 0, 1, 1.0), ("lr=0.1", 0, 2, 0.5)]
     assert table_of(found, "train-loss")[1][3] == pytest.approx(1.1)  # 2 / 2 + 0.1
     assert training.points_of(gather([str(runs[0])]).runs[0], lambda e: float("nan"), 1) == []
+
+
+def test_what_joined_a_plan_later_is_marked(tmp_path: Path) -> None:
+    folder = comparison_at(tmp_path, {"a": {"layer": "A"}, "b": {"layer": "B"}, "c": {"layer": "C"}}, 3)
+    plan = read(folder)
+    assert plan
+    plan = replace(plan, arms=(*plan.arms[:2], replace(plan.arms[2], exploratory=True)), later_seeds=(2,))
+    write_json(folder / FILE, plan.body())
+    found = gather([str(folder)])
+    marked = " (exploratory)"
+    names = [f"{arm}, seed {seed}{marked if arm == 'c' or seed == 2 else ''}" for seed in range(3) for arm in "abc"]
+    assert [row[0] for row in runs_table(found).rows] == names
+    assert [row[0] for row in score_table(found).rows] == ["a", "b", "c" + marked]
+    assert {row[score_table(found).headings.index("seeds")] for row in score_table(found).rows} == {"3 (1 exploratory)"}
+    assert [row[0] for row in comparing.forest(found).table.rows] == ["b" + marked, "c" + marked]  # both rest on the later seed
 
 
 # ---------------------------------------------------------------- what an option does

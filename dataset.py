@@ -20,7 +20,7 @@ from inputs.copies import first_copies
 from inputs.downloads import read_adult, read_torchvision, read_wine_quality
 from inputs.folders import read_folder, readable
 from inputs.memory import Room, require_room
-from inputs.rows import Data, Source, Split, release, row_blocks
+from inputs.rows import Data, Source, Split, left_of, release, row_blocks
 from inputs.tables import Encoder, Table, read_csv
 from utils import BadOption, Call, Registry, check_file, check_options, fold_in, parse_call
 
@@ -97,7 +97,7 @@ def load(
 def _split(labels: np.ndarray, used: np.ndarray, val_fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Training and validation rows of those used."""
     val_rows = used[stratified(labels[used], val_fraction, fold_in(seed, 1))]
-    return np.setdiff1d(used, val_rows), val_rows
+    return used[left_of(len(used), np.searchsorted(used, val_rows))], val_rows
 
 
 # ---------------------------------------------------------------- sources by name
@@ -222,7 +222,7 @@ def _with_test_set(source: Source) -> Source:
         return source
     y = np.asarray(source.y_train)
     test = stratified(y, TEST_FRACTION, TEST_SEED)
-    train = np.setdiff1d(np.arange(len(y)), test)
+    train = left_of(len(y), test)
     return replace(source, x_train=source.x_train[train], y_train=y[train], x_test=source.x_train[test], y_test=y[test])
 
 

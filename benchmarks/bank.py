@@ -31,7 +31,7 @@ from torch import Tensor
 
 from classifiers.bank import Bank, Neighbors
 from classifiers.index import load_faiss
-from utils import keep_memory
+from inputs.memory import keep_memory
 
 DIM, K, CLASSES, QUERIES, THREADS, HEADS = 256, 16, 10, 512, 2, 4
 MEGABYTE = 1 << 20

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 import layers
+from inputs.memory import keep_memory
 from layers.base import TokenMixer
-from utils import keep_memory
 
 BATCH, DIM, HEADS, K = 16, 192, 3, 9
 PREFIX = 1

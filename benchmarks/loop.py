@@ -23,11 +23,11 @@ import torch.nn.functional as F
 
 import dataset
 from inputs.batches import Batches
+from inputs.memory import keep_memory
 from run.complete import complete
 from run.parts import build_model, loader
 from train_eval import step
 from training.state import TrainingState
-from utils import keep_memory
 
 CPU = torch.device("cpu")
 

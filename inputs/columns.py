@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from inputs.memory import give_back_memory, kept_aside
+from inputs.rows import release
 from utils import BadOption, check_file, did_you_mean
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 MISSING = frozenset({"", "?", "na", "nan", "null", "none"})
 LARGEST = float(np.finfo(np.float32).max)  # what a model reads is float32
-SCAN, BLOCK = 1 << 24, 1 << 20  # bytes that are looked at, and parsed, at once; no line may be longer than a block
+BLOCK = 1 << 20  # bytes that are parsed at once; no line may be longer
 LINE_END, BLANK_LINES = re.compile(rb"\r\n|\n|\r"), re.compile(rb"(?:\xef\xbb\xbf)?(?:[ \t]*(?:\r\n|\n|\r))+")
 SPACED_QUOTE = re.compile(rb'"[^"]*"|(?<=[,;\t])[ \t]+(?=")')
 
@@ -49,6 +51,7 @@ def read_columns(path: Path, target: str) -> Columns:
     while True:
         found = _read(path, target, text)
         if found is not None:
+            give_back_arrows_memory()
             return found
         # Some column had numbers at first and text further down: now it is known which, and they are read as text from the start.
 
@@ -65,7 +68,8 @@ def _read(path: Path, target: str, text: set[int]) -> Columns | None:
             text |= {place, *(i for i, column in enumerate(columns) if i not in text and numbers_of(column) is None)}
             most = min(lines.count, path.stat().st_size // len(names)) + 1  # rows; memory that is never written is never taken
             numeric, textual = ([i for i in range(len(names)) if (i in text) is of_text] for of_text in (False, True))
-            numbers, codes = np.empty((most, len(numeric)), order="F"), np.empty((most, len(textual)), np.int32, order="F")
+            numbers = kept_aside((most, len(numeric)))
+            codes = np.empty((most, len(textual)), np.int32, order="F")
             levels: list[dict[str, int]] = [{} for _ in textual]
         at = slice(row, row + len(columns[0]))
         for j, i in enumerate(numeric):
@@ -78,6 +82,7 @@ def _read(path: Path, target: str, text: set[int]) -> Columns | None:
                 numbers[at, j] = found
         for j, i in enumerate(textual):
             codes[at, j] = _codes(columns[i], levels[j])
+        release(numbers)
         row = at.stop
     if not row:
         raise BadOption("dataset", "must be a CSV file with a header and rows", str(path))
@@ -116,22 +121,38 @@ def numbers_of(column: pa.Array) -> np.ndarray | None:
     import pyarrow.compute as pc
 
     try:
-        return np.asarray(pc.cast(column, pa.float64()).to_numpy(zero_copy_only=False))
+        return _values(pc.cast(column, pa.float64()), np.float64)
     except pa.ArrowInvalid:
         pass
     encoded = column.dictionary_encode()
     values = [value.strip() for value in encoded.dictionary.to_pylist()]
     try:
-        numbers = pc.cast(pa.array(["nan" if value.lower() in MISSING else value for value in values], pa.string()), pa.float64())
+        numbers = pc.cast(text_of("nan" if value.lower() in MISSING else value for value in values), pa.float64())
     except pa.ArrowInvalid:
         return None
-    return np.asarray(numbers.to_numpy())[encoded.indices.to_numpy()]
+    return _values(numbers, np.float64)[_values(encoded.indices, np.int32)]
+
+
+def _values(array: pa.Array, kind: type[np.generic]) -> np.ndarray:
+    """Of an array without missing values; its own to_numpy would import pandas."""
+    if not len(array):
+        return np.empty(0, kind)
+    return np.frombuffer(array.buffers()[1], kind, len(array), array.offset * np.dtype(kind).itemsize)
 
 
 def text_of(values: Iterable[object]) -> pa.Array:
+    """Of the values as Python shows them. NOTE: pa.array would import pandas where it is installed, which takes 50 MB."""
     import pyarrow as pa
 
-    return pa.array(map(str, values), pa.string())
+    text = [str(value).encode() for value in values]
+    ends = np.cumsum([0, *map(len, text)], dtype=np.int32)
+    return pa.StringArray.from_buffers(len(text), pa.py_buffer(ends), pa.py_buffer(b"".join(text)))
+
+
+def coded(values: Sequence[str] | np.ndarray) -> Categories:
+    levels: dict[str, int] = {}
+    codes = [levels.setdefault(str(value), len(levels)) for value in values]
+    return Categories(list(levels), np.array(codes, np.int32))
 
 
 def categories_of(column: pa.Array) -> Categories:
@@ -144,7 +165,15 @@ def _codes(column: pa.Array, levels: dict[str, int]) -> np.ndarray:
     """The number of each row's value among `levels`, which learns those that are new."""
     encoded = column.dictionary_encode()
     of = [levels.setdefault(value.strip(), len(levels)) for value in encoded.dictionary.to_pylist()]
-    return np.array(of, np.int32)[encoded.indices.to_numpy()]
+    return np.array(of, np.int32)[_values(encoded.indices, np.int32)]
+
+
+def give_back_arrows_memory() -> None:
+    """Of some 40 MB that its pool would keep."""
+    import pyarrow as pa
+
+    pa.default_memory_pool().release_unused()
+    give_back_memory()
 
 
 # ---------------------------------------------------------------- lines
@@ -157,12 +186,12 @@ class _Lines:
         self.path, self.count, spaced, last = path, 0, False, b""
         try:
             with path.open("rb") as file:
-                start = block = file.read(SCAN)
+                start = block = file.read(BLOCK)
                 while block:
                     self.count += block.count(b"\n") + block.count(b"\r")
                     # pyarrow takes a quote behind a blank for text
                     spaced = spaced or b' "' in last + block or (b'\t"' in block and bool(re.search(rb'[,;\t]\t+"', last + block)))
-                    last, block = block[-1:], file.read(SCAN)
+                    last, block = block[-1:], file.read(BLOCK)
         except OSError as error:
             raise BadOption("dataset", f"must be a file that can be read ({error.strerror})", str(path)) from None
         blank = BLANK_LINES.match(start)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-BLOCK = 1 << 22  # bytes of rows that are hashed at once
+BLOCK = 1 << 20  # bytes of rows that are hashed at once
 MOST_FILES = 100_000  # image files that are compared
 
 
@@ -27,8 +27,15 @@ def first_copies(*parts: np.ndarray) -> list[np.ndarray] | None:
 
 
 def _first(keys: np.ndarray) -> np.ndarray:
-    _, first, group = np.unique(keys, return_index=True, return_inverse=True)
-    found: np.ndarray = first[group]
+    """For each key the place of the first one that equals it."""
+    found = np.arange(len(keys))
+    ordered = np.sort(keys)
+    several = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+    del ordered
+    if len(several):
+        rows = np.flatnonzero(several[np.searchsorted(several, keys).clip(max=len(several) - 1)] == keys)
+        _, first, group = np.unique(keys[rows], return_index=True, return_inverse=True)
+        found[rows] = rows[first[group]]
     return found
 
 

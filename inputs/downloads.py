@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from inputs.columns import coded
 from inputs.rows import Source
 from inputs.tables import Table, read_csv, typed_columns
 from utils import BadOption, shortened
@@ -117,7 +118,7 @@ def read_wine_quality(root: Path) -> tuple[Table, np.ndarray]:
         parts = [_openml(f"wine-quality-{color}", 1, where, root) for color in ("red", "white")]
     color = np.repeat(["red", "white"], [len(labels) for _, labels in parts])
     numbers = np.concatenate([table.numbers for table, _ in parts])
-    return Table(numbers, color[:, None], columns=[*parts[0][0].columns, "color"]), np.concatenate([labels for _, labels in parts])
+    return Table(numbers, [coded(color)], columns=[*parts[0][0].columns, "color"]), np.concatenate([labels for _, labels in parts])
 
 
 def _openml(name: str, version: int, files: str, root: Path) -> tuple[Table, np.ndarray]:

@@ -12,6 +12,8 @@ import numpy as np
 from inputs.rows import Split, release, row_blocks
 from inputs.tables import Table
 
+LETTERS = 1 << 10  # bytes that a value of text may take, several times
+
 
 def of_splits(*splits: Split | None) -> str:
     """Of all rows, as a model reads them, and labels in their order: a run must not go on with others. Of image files, the names."""
@@ -26,17 +28,23 @@ def of_splits(*splits: Split | None) -> str:
 def as_read(x: Any, y: np.ndarray) -> str:
     """Of rows as they were read and their labels: the same whatever training rows they are encoded by. Of image files, the names."""
     digest = hashlib.sha256(y.tobytes())
-    files = not isinstance(x, Table) and np.asarray(x).dtype.kind in "UO"
-    for part in (x.numbers, x.categories) if isinstance(x, Table) else (np.asarray(x),):
-        digest.update(f"{part.dtype.kind} {part.shape}".encode())
-        if files:
-            digest.update(names(part))
-        elif part.dtype.kind in "UO":  # with what ends a value: "ab", "c" is not "a", "bc"
-            digest.update("".join(f"{value}\0" for value in part.ravel().tolist()).encode())
-        else:
-            for at in row_blocks(len(part), part[:1].nbytes):  # of a file that may be mapped
-                digest.update(np.ascontiguousarray(part[at]).data)
-                release(part)
+    if isinstance(x, Table):
+        numbers, categories = x.widths
+        digest.update(f"{x[:0].numbers.dtype.kind} {(len(x), numbers)}".encode())
+        for _, part in x.blocks(None):
+            digest.update(part.data)
+        digest.update(f"U {(len(x), categories)}".encode())
+        for at in row_blocks(len(x), LETTERS * categories):  # with what ends a value: "ab", "c" is not "a", "bc"
+            digest.update("".join(f"{value}\0" for value in x.text(at).ravel().tolist()).encode())
+        return digest.hexdigest()
+    rows = np.asarray(x)
+    digest.update(f"{rows.dtype.kind} {rows.shape}".encode())
+    if rows.dtype.kind in "UO":
+        digest.update(names(rows))
+        return digest.hexdigest()
+    for at in row_blocks(len(rows), rows[:1].nbytes):  # of a file that may be mapped
+        digest.update(np.ascontiguousarray(rows[at]).data)
+        release(rows)
     return digest.hexdigest()
 
 

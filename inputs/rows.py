@@ -92,6 +92,13 @@ def short_name(dataset: str) -> str:
     return shortened(PurePath(path).name or path, MOST_NAME)
 
 
+def left_of(count: int, taken: np.ndarray) -> np.ndarray:
+    """Row numbers below `count` that are not taken."""
+    left = np.ones(count, bool)
+    left[taken] = False
+    return np.flatnonzero(left)
+
+
 # ---------------------------------------------------------------- rows of a mapped file
 
 AT_ONCE = 1 << 22  # bytes

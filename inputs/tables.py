@@ -11,7 +11,7 @@ import numpy as np
 
 from inputs.columns import MISSING, Categories, categories_of, check_size, numbers_of, read_columns, text_of
 from inputs.memory import Room, require_room
-from inputs.rows import release
+from inputs.rows import release, row_blocks
 from utils import BadOption, say
 
 UNLABELED = ("", "?")  # a class may well be named none
@@ -19,17 +19,19 @@ AT_ONCE = 1 << 18  # numbers that are standardized at once
 
 
 class Table:
-    """Columns of numbers (N, a), NaN where missing, and of categories (N, b) as text. Some rows of a table share its memory.
+    """Columns of numbers (N, a), NaN where missing, and of categories, empty where missing. Some rows of a table share its memory.
 
-    `columns`: what they are called, in this order; empty where they have no names.
+    `columns`: what they are called, numbers first; empty where they have no names.
     """
 
-    def __init__(self, numbers: np.ndarray, categories: np.ndarray, rows: np.ndarray | None = None, *, columns: Sequence[str] = ()) -> None:
+    def __init__(
+        self, numbers: np.ndarray, categories: Sequence[Categories] = (), rows: np.ndarray | None = None, *, columns: Sequence[str] = ()
+    ) -> None:
         self._numbers, self._categories, self._rows, self.columns = numbers, categories, rows, tuple(columns)
 
     @staticmethod
     def of(x: Table | np.ndarray) -> Table:
-        return x if isinstance(x, Table) else Table(np.asanyarray(x), np.empty((len(x), 0), "U1"))
+        return x if isinstance(x, Table) else Table(np.asanyarray(x))
 
     @property
     def numbers(self) -> np.ndarray:
@@ -37,23 +39,29 @@ class Table:
 
     @property
     def categories(self) -> np.ndarray:
-        return self._categories if self._rows is None else self._categories[self._rows]
+        """(N, b) as text."""
+        return self.text(slice(None))
 
     @property
     def widths(self) -> tuple[int, int]:
         """How many columns of numbers, and of categories."""
-        return self._numbers.shape[1], self._categories.shape[1]
+        return self._numbers.shape[1], len(self._categories)
 
-    def category(self, column: int) -> np.ndarray:
-        found: np.ndarray = self._categories[:, column]
-        return found if self._rows is None else found[self._rows]
+    def category(self, column: int) -> Categories:
+        levels, codes = self._categories[column]
+        return Categories(levels, codes if self._rows is None else codes[self._rows])
 
-    def blocks(self) -> Iterator[tuple[slice, np.ndarray]]:
-        """The numbers as float64, some rows at a time: a table may fill half of the memory."""
+    def text(self, at: slice) -> np.ndarray:
+        """Categories of some rows (n, b)."""
+        columns = [np.array(levels, str)[codes[at if self._rows is None else self._rows[at]]] for levels, codes in self._categories]
+        return np.stack(columns, axis=1) if columns else np.empty((len(range(len(self))[at]), 0), "U1")
+
+    def blocks(self, kind: type[np.floating] | None = np.float64) -> Iterator[tuple[slice, np.ndarray]]:
+        """The numbers, as float64 or as they are, some rows at a time: a table may fill half of the memory."""
         step = max(1, AT_ONCE // max(1, self.widths[0]))
         for start in range(0, len(self), step):
             at = slice(start, min(start + step, len(self)))
-            yield at, np.asarray(self._numbers[at if self._rows is None else self._rows[at]], np.float64)
+            yield at, np.ascontiguousarray(self._numbers[at if self._rows is None else self._rows[at]], kind)
             release(self._numbers)
 
     def __len__(self) -> int:
@@ -85,7 +93,7 @@ class Encoder:
             squares += np.where(np.isfinite(numbers), (numbers - mean) ** 2, 0).sum(0)
         std = np.sqrt(squares / counts)
         std = np.where(std > 1e-12 * np.maximum(np.abs(mean), 1), std, 1)  # a constant column stays 0
-        return cls(mean.tolist(), std.tolist(), [np.unique(table.category(i)).tolist() for i in range(table.widths[1])])
+        return cls(mean.tolist(), std.tolist(), [levels_in(table.category(i)) for i in range(table.widths[1])])
 
     @classmethod
     def from_json(cls, fitted: dict[str, Any]) -> Encoder:
@@ -114,13 +122,19 @@ class Encoder:
                 column = 1 + int((~np.isfinite(rows[at, :numbers])).any(0).argmax())
                 raise BadOption("dataset", f"has numbers that overflow float32 when standardized, in column {column} of numbers")
         for place, seen in enumerate(self.levels):
-            known, values = np.array(seen, dtype=str), table.category(place)
-            if len(known):
-                level = np.searchsorted(known, values).clip(max=len(known) - 1)
-                has = np.flatnonzero(known[level] == values)
-                rows[has, numbers + level[has]] = 1
+            known, (levels, codes) = {str(level): n for n, level in enumerate(seen)}, table.category(place)
+            number = np.array([known.get(level, -1) for level in levels], np.int64)
+            for at in row_blocks(len(rows), number.itemsize):
+                level = number[codes[at]]
+                has = np.flatnonzero(level >= 0)
+                rows[at.start + has, numbers + level[has]] = 1
             numbers += len(known)
         return rows
+
+
+def levels_in(column: Categories) -> list[str]:
+    """Those that some row has, in order."""
+    return sorted(column.levels[code] for code in np.flatnonzero(np.bincount(column.codes)))
 
 
 # ---------------------------------------------------------------- files
@@ -134,8 +148,8 @@ def read_csv(path: Path, target: str) -> tuple[Table, np.ndarray]:
         raise BadOption("dataset", f"has rows without a {target!r}", str(path))
     if odd := sorted({level for level in levels if level.lower() in MISSING}):
         say(f"dataset: {target!r} is {' or '.join(map(repr, odd))} in some rows; that is a class like the others ({path})")
-    text = _as_text(found.categories, found.textual, len(found.numbers), str(path))
-    return Table(found.numbers, text, columns=[*found.numeric, *found.textual]), np.array(levels)[found.target.codes]
+    table = Table(found.numbers, [without_missing(column) for column in found.categories], columns=[*found.numeric, *found.textual])
+    return table, np.array(levels)[found.target.codes]
 
 
 def typed_columns(columns: Sequence[Any], names: Sequence[str], source: str) -> Table:
@@ -145,22 +159,17 @@ def typed_columns(columns: Sequence[Any], names: Sequence[str], source: str) -> 
         text = text_of(column)
         found = numbers_of(text)
         if found is None:
-            categories.append(categories_of(text))
+            categories.append(without_missing(categories_of(text)))
             textual.append(name)
         else:
             check_size(found, name, source)
             numbers.append(found[:, None])
             numeric.append(name)
-    text = _as_text(categories, textual, len(columns[0]), source)
-    return Table(np.concatenate(numbers, axis=1), text, columns=[*numeric, *textual])
+    return Table(np.concatenate(numbers, axis=1), categories, columns=[*numeric, *textual])
 
 
-def _as_text(columns: Sequence[Categories], names: Sequence[str], rows: int, source: str) -> np.ndarray:
-    """(rows, columns), a missing value empty."""
-    made = [np.empty((rows, 0), "U1")]
-    for name, column in zip(names, columns, strict=True):
-        text = np.array(["" if level.lower() in MISSING else level for level in column.levels])
-        what = f"column {name!r}, with a text of {text.itemsize // 4:,} characters,"
-        require_room(Room("dataset", source, what, 1.0 * text.itemsize * rows))
-        made.append(text[column.codes][:, None])
-    return np.concatenate(made, axis=1)
+def without_missing(column: Categories) -> Categories:
+    """All that stands for a missing value is one level; zero bytes at an end, which NumPy's text lacks, tell no levels apart."""
+    named: dict[str, int] = {}
+    of = [named.setdefault("" if level.lower() in MISSING else level.rstrip("\0"), len(named)) for level in column.levels]
+    return Categories(list(named), np.array(of, np.min_scalar_type(len(named)))[column.codes])

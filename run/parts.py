@@ -21,6 +21,7 @@ from inputs import store
 from inputs.batches import AnyBatches, Batches, Sets
 from inputs.downloads import no_downloads
 from inputs.features import Features, Reading, digest_of
+from inputs.memory import give_back_memory
 from inputs.rows import Batch, Data, Split
 from run.checks import rows_in_bank
 from run.pairing import paired
@@ -53,7 +54,9 @@ def load_data(values: Mapping[str, Any], fitted: dict[str, Any] | None = None, t
     options = {name: values[name] for name in options_of(dataset.load) if name in values}
     ready = values.get("model") == "identity"
     with contextlib.nullcontext() if "data_path" in typed else no_downloads():
-        return dataset.load(values.get("dataset", "digits"), values.get("data_path", "./data"), fitted=fitted, ready=ready, **options)
+        data = dataset.load(values.get("dataset", "digits"), values.get("data_path", "./data"), fitted=fitted, ready=ready, **options)
+    give_back_memory()
+    return data
 
 
 def with_published_normalization(config: Config, data: Data) -> Data:

@@ -14,6 +14,7 @@ import numpy as np
 
 from dataset import IMAGENET_MEAN, IMAGENET_STD
 from inputs.batches import VIEW
+from inputs.columns import coded
 from inputs.folders import IMAGE_FILES
 from inputs.images import VIEW_SCALE, Crop, eight_bit, square
 from inputs.rows import Data
@@ -220,7 +221,7 @@ class Reader:
         if self.encoder is None:
             return np.stack(rows)
         numbers, categories = (np.array([row[part] for row in rows]) for part in (0, 1))
-        return self.encoder.encode(Table(numbers.reshape(len(rows), -1), categories.reshape(len(rows), -1)))
+        return self.encoder.encode(Table(numbers.reshape(len(rows), -1), [coded(column) for column in categories.T]))
 
     # ------------------------------------------------ images
 

@@ -15,6 +15,7 @@ from config import Config
 from evaluation import tables
 from inputs import store
 from inputs.indexed import INDEX, read_index
+from inputs.memory import keep_memory
 from inputs.yaml_file import read_yaml
 from run.checks import check_evaluation, check_neighbors, check_validation, warn_of_copies
 from run.complete import complete
@@ -29,7 +30,7 @@ from train_eval import evaluate
 from training import checkpoint
 from training.checkpoint import Checkpoints
 from training.progress import check_tracker
-from utils import WARNINGS, BadOption, Interrupted, Stopped, doing, interruptible, keep_memory, say, understood, warn
+from utils import WARNINGS, BadOption, Interrupted, Stopped, doing, interruptible, say, understood, warn
 
 
 def run(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:

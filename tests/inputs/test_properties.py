@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from dataset import load
 from inputs.augmentation import border_of, cropped
+from inputs.columns import coded
 from inputs.copies import first_copies
 from inputs.tables import Encoder, Table, read_csv
 
@@ -43,7 +44,7 @@ def test_what_was_written_as_csv_is_read(rows: list[tuple[str, int, str]], mark:
 @given(st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), min_size=1, max_size=9), st.text("abc", min_size=9, max_size=9))
 def test_encoded_columns_have_mean_0_and_one_level_each(values: list[float | None], levels: str):
     numbers = np.array([[np.nan if v is None else v] for v in values])
-    table = Table(numbers, np.array(list(levels[: len(values)]))[:, None])
+    table = Table(numbers, [coded(levels[: len(values)])])
     encoded = Encoder.fit(table).encode(table)
     assert np.isfinite(encoded).all()
     present = np.isfinite(numbers[:, 0])

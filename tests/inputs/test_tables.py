@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import mmap
+import tracemalloc
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from dataset import load
+from inputs.columns import coded
+from inputs.fingerprint import as_read
 from inputs.tables import Encoder, Table, read_csv
 from utils import BadOption
 
 
 def table(numbers: list[list[float]], categories: list[list[str]]) -> Table:
-    return Table(np.array(numbers, np.float64), np.array(categories))
+    return Table(np.array(numbers, np.float64), [coded(column) for column in zip(*categories, strict=True)])
 
 
 # ---------------------------------------------------------------- encoder
@@ -203,7 +210,7 @@ def test_categories_of_other_lengths_match_their_level():
     seen = ["", "b", "bb", "é"]
     encoder = Encoder([], [], [seen])
     asked = ["a", "bb", "ba", "", "zz", "é", "bbb", "b"]
-    found = encoder.encode(Table(np.empty((len(asked), 0)), np.array(asked)[:, None]))
+    found = encoder.encode(Table(np.empty((len(asked), 0)), [coded(asked)]))
     assert found.tolist() == [[float(a == level) for level in seen] for a in asked]
 
 
@@ -232,7 +239,7 @@ def test_a_table_that_memory_can_not_hold_is_refused(monkeypatch):
     table_of = r"a table of 101 columns \(one of categories has 100 of them\)"
     rule = f"^dataset asks for more memory than the 1 kB that are free: {table_of} takes about 1.21 kB, got '3 rows'"
     with pytest.raises(BadOption, match=rule):
-        encoder.encode(Table(np.zeros((3, 1)), np.array([["1"], ["2"], ["3"]])))
+        encoder.encode(Table(np.zeros((3, 1)), [coded("123")]))
 
 
 def test_a_target_of_measures_leaves_nothing_to_test(tmp_path):
@@ -241,3 +248,65 @@ def test_a_target_of_measures_leaves_nothing_to_test(tmp_path):
     file.write_text("a,y\n" + "".join(f"{n},{n / 7}\n" for n in range(23)))
     with pytest.raises(BadOption, match=r"^dataset must leave at least 1 test row after the splits \(0 left\)"):
         load(f"csv:{file}:y")
+
+
+# ---------------------------------------------------------------- memory
+
+
+def wide_csv(file: Path, rows: int) -> None:
+    """Eight numbers, three categories of long text, and a label."""
+    rng = np.random.default_rng(0)
+    levels = [np.array([f"{letter * 40}{n}" for n in range(5)]) for letter in "abc"]
+    columns = [*np.char.mod("%.4f", rng.normal(size=(8, rows))), *(level[rng.integers(0, 5, rows)] for level in levels)]
+    columns.append(np.array(["no", "yes"])[rng.integers(0, 2, rows)])
+    names = ",".join([*(f"x{n}" for n in range(8)), "a", "b", "c", "y"])
+    file.write_text(names + "\n" + "\n".join(map(",".join, zip(*columns, strict=True))) + "\n")
+
+
+def test_a_csv_takes_little_more_memory_than_what_the_model_reads(tmp_path, monkeypatch):
+    """23 numbers a row are read as float32, 92 bytes. Categories as text would take 500 bytes a row, the numbers as they are 64."""
+    monkeypatch.setattr("inputs.memory.HELD", 1 << 16)
+    peaks, file = list[int](), tmp_path / "a.csv"
+    for rows in (100, 30_000, 90_000):  # the first imports what is needed
+        wide_csv(file, rows)
+        tracemalloc.start()
+        try:
+            data = load(f"csv:{file}:y")
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    assert data.shape == (23,)
+    assert (peaks[2] - peaks[1]) / 60_000 < 2 * 92  # what blocks of it take does not grow with the file
+
+
+def test_numbers_that_wait_in_a_file_are_the_same(tmp_path, monkeypatch):
+    """Also where the disk has no room for them: then they wait in memory."""
+    file = tmp_path / "a.csv"
+    wide_csv(file, 1009)
+    in_memory = load(f"csv:{file}:y")
+    monkeypatch.setattr("inputs.memory.HELD", 0)
+    assert isinstance(read_csv(file, "y")[0].numbers.base.base, mmap.mmap)
+    in_file = load(f"csv:{file}:y")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    assert not isinstance(read_csv(file, "y")[0].numbers.base, mmap.mmap)
+    for found in (in_file, load(f"csv:{file}:y")):
+        assert (found.summary, found.fitted) == (in_memory.summary, in_memory.fitted)
+        assert (found.train.x == in_memory.train.x).all()
+
+
+def test_hashes_of_a_table_are_of_all_its_values(monkeypatch):
+    """By hand, of whole arrays: a run that began with an older version must find its rows again."""
+    numbers = np.random.default_rng(0).normal(size=(101, 3))
+    letters = [["ab"[n % 2] * (1 + n % 3), "é" if n % 5 else ""] for n in range(101)]
+    rows = Table(numbers, [coded(column) for column in zip(*letters, strict=True)])[np.arange(100, -1, -2)]
+    y = np.arange(len(rows))
+    whole = hashlib.sha256(y.tobytes())
+    whole.update(b"f (51, 3)" + numbers[::-2].tobytes() + b"U (51, 2)")
+    whole.update("".join(f"{value}\0" for row in letters[::-2] for value in row).encode())
+    for at_once in (1, 7 * 128, 1 << 22):
+        monkeypatch.setattr("inputs.rows.AT_ONCE", at_once)
+        assert as_read(rows, y) == whole.hexdigest()

@@ -80,6 +80,7 @@ def _answers(label: np.ndarray, predicted: np.ndarray, log_probs: np.ndarray, ow
 
 
 def results(run: Path) -> dict[str, Any]:
+    _require_plain(run, RESULTS)
     try:
         found = json.loads((run / RESULTS).read_bytes())
     except (OSError, ValueError) as error:
@@ -90,10 +91,17 @@ def results(run: Path) -> dict[str, Any]:
 
 
 def _opened(run: Path) -> Any:
+    _require_plain(run, PREDICTIONS)
     try:
         return safe_open(run / PREDICTIONS, framework="numpy")
     except Exception as error:  # absent, or damaged in one of the ways that safetensors knows
         raise _unreadable(run, PREDICTIONS, type(error).__name__) from None
+
+
+def _require_plain(run: Path, file: str) -> None:
+    """NOTE: a run may be a stranger's, and who opens a pipe waits for ever."""
+    if (run / file).exists() and not (run / file).is_file():
+        raise _unreadable(run, file, "it is a pipe, a device or a directory")
 
 
 def _unreadable(run: Path, file: str, why: str) -> BadOption:

@@ -14,8 +14,7 @@ from inputs import store
 from models.probe import Count, KRow, accuracy_by_k
 from run.directory import check_writable
 from run.loaded import load
-from run.saved import run_of
-from training.checkpoint import find
+from run.saved import own_checkpoint, run_of
 from utils import BadOption, parse_whole_number, say
 
 Z = 1.959964  # of the normal distribution, 95 % within
@@ -28,7 +27,7 @@ def run_probe(ks: str, checkpoint: str | None, pretrained: str, mode: str, outpu
         raise BadOption("model", "is the checkpoint's own when --checkpoint is given", given["model"])
     if not checkpoint and not str(given.get("model", "")).startswith("timm/"):
         raise BadOption("checkpoint", "or --model timm/NAME must say what to probe")
-    folder = Path(output_dir or (run_of(find(checkpoint)) if checkpoint else f"runs/{time.strftime('%Y%m%d-%H%M%S')}-probe"))
+    folder = Path(output_dir or (run_of(own_checkpoint(checkpoint)) if checkpoint else f"runs/{time.strftime('%Y%m%d-%H%M%S')}-probe"))
     check_writable(folder)
     probed = load(checkpoint, given) if checkpoint else read_published(given, pretrained)
     batches = ((batch.x, batch.target) for batch in rows_of(probed, "test").epoch())

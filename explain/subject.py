@@ -23,8 +23,7 @@ from run.directory import check_writable, list_files
 from run.loaded import Loaded, load
 from run.parts import build_model, choose_device, load_data, loader, with_published_normalization
 from run.plugin import load_plugin
-from run.saved import run_of
-from training import checkpoint
+from run.saved import own_checkpoint, run_of
 from utils import BadOption, parse_whole_number
 
 
@@ -45,7 +44,7 @@ def read_run(options: Mapping[str, Any], *, tables: bool = False) -> tuple[Loade
     """The run that was asked for, in eval(), and where its pictures go."""
     given = {k: v for k, v in options.items() if k in ("device", "data_path", "plugin")}
     flags.check(given)
-    source = checkpoint.find(options["checkpoint"])
+    source = own_checkpoint(options["checkpoint"])
     folder = Path(options.get("output_dir") or run_of(source))
     check_writable(folder)
     if not tables and len(store.load(source, "none")[1]["shape"]) != 3:

@@ -72,7 +72,8 @@ def files_of(folder: Path) -> set[str] | None:
 
 
 def first_other(folder: Path, own: set[str]) -> str | None:
-    """A thing in a directory that is not a run's own; hidden ones don't count, and stay."""
+    """A thing in a directory that is not a run's own; hidden ones don't count, and stay. Nor do event files of TensorBoard, which
+    has made them before a run can list them."""
     try:
         for base, folders, names in os.walk(folder, followlinks=False):
             folders[:] = sorted(name for name in folders if not name.startswith("."))

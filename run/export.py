@@ -29,8 +29,7 @@ from inputs.augmentation import bilinear_matrix
 from layers.plain import plain_kernels
 from run.directory import check_writable
 from run.model import Model, load
-from run.saved import run_of
-from training import checkpoint
+from run.saved import own_checkpoint, run_of
 from utils import BadOption, Halt, one_of, say, shortened
 
 FILES = {"onnx": "model.onnx", "torchscript": "model.pt", "safetensors": "model.safetensors"}
@@ -228,7 +227,7 @@ def export(path: str | None, kind: str, output_dir: str | None, plugin: str | No
     if not path:
         raise BadOption("checkpoint", "must name the run to export")
     one_of("format", kind, FILES)
-    folder = Path(output_dir) if output_dir else run_of(checkpoint.find(path)) / f"export-{kind}"
+    folder = Path(output_dir) if output_dir else run_of(own_checkpoint(path)) / f"export-{kind}"
     check_writable(folder)
     model = load(path, device="cpu", plugin=plugin)
     graph = Graph(model).eval()

@@ -19,7 +19,7 @@ from evaluation.baselines import calibrated_form, own_name
 from inputs.rows import Data
 from run.parts import build_model, choose_device, load_data, loader
 from run.plugin import load_plugin_of
-from run.saved import check_same, require_facts, run_of, saved_config, tell_paths
+from run.saved import check_same, own_checkpoint, require_facts, run_of, saved_config, tell_paths
 from training import checkpoint
 from training.bank import build_bank
 from utils import BadOption, doing, say, shortened, understood
@@ -59,7 +59,7 @@ def calibrated_predictor(
 
 def load(path: str, given: Mapping[str, Any]) -> Loaded:
     """The evaluated model of a run, a checkpoint folder or a file in it; `given` changes only what may change in a test."""
-    source = checkpoint.find(path)
+    source = own_checkpoint(path)
     tensors, facts = checkpoint.load(source, "model", "ema", "bank", "baseline_bank", "predictors")
     require_facts(facts)
     load_plugin_of(facts, given.get("plugin"))  # its head may be the run's

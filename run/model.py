@@ -30,7 +30,7 @@ from run.parts import build_model, choose_device, loader
 from run.plugin import load_plugin_of
 from run.prepare import attention_over
 from run.reading import Reader, Row, Unreadable, in_chunks, reading_in, rows_of
-from run.saved import saved_config
+from run.saved import own_checkpoint, saved_config
 from training import checkpoint
 from utils import BadOption, say, shortened, whole_number
 
@@ -107,7 +107,7 @@ class Predictions:
 
 def load(path: str | Path, *, device: str = "auto", plugin: str | None = None) -> Model:
     """The trained model of a run, or of a checkpoint folder, as it was evaluated. `plugin`: the file that the run was made with."""
-    source = checkpoint.find(path)
+    source = own_checkpoint(path)
     tensors, facts = checkpoint.load(source, "model", "ema", "bank", "baseline_bank", "predictors")
     load_plugin_of(facts, plugin)
     config = saved_config(facts, {"device": device}, flags.FREE_IN_TEST, "checkpoint")

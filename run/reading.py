@@ -19,7 +19,7 @@ from inputs.folders import IMAGE_FILES
 from inputs.images import VIEW_SCALE, Crop, eight_bit, square
 from inputs.rows import Data
 from inputs.tables import MISSING, Encoder, Table
-from utils import BadOption, fold_in, say, shortened
+from utils import BadOption, check_file, fold_in, say, shortened
 
 MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}  # Pillow's names, by channels
 MOST_NAMES = 100_000  # image files of a training split that a checkpoint names
@@ -109,6 +109,7 @@ def is_one_row(array: np.ndarray, shape: Sequence[int]) -> bool:
 
 def read_npz(path: Path, key: str = "") -> Iterator[Row]:
     """The rows of an array in an npz file: KEY, else x, else x_test, else the only one."""
+    check_file("input", path)
     try:
         with np.load(path, allow_pickle=False) as archive:
             names = list(archive)
@@ -127,6 +128,7 @@ def read_npz(path: Path, key: str = "") -> Iterator[Row]:
 def read_csv(path: Path, reader: Reader) -> Iterator[Row]:
     """The rows of a CSV file with a header, a line at a time. Its columns may stand in any order; those that the model does not read
     are left out, which is said."""
+    check_file("input", path)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             lines = (line for line in file if line.strip())
@@ -229,10 +231,11 @@ class Reader:
         from PIL import Image
 
         try:
+            check_file("input", path)
             with Image.open(path) as file:
                 return self._pixels(file, number, crops)
-        except FileNotFoundError:
-            raise Unreadable("there is no such file") from None
+        except BadOption as error:
+            raise Unreadable(error.rule if path.exists() else "there is no such file") from None
         except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # what Pillow raises for a damaged file
             raise Unreadable(f"can't be read as an image ({type(error).__name__})") from None
 

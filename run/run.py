@@ -25,7 +25,7 @@ from run.loaded import load
 from run.parts import choose_device, dry_run, load_data, with_published_normalization
 from run.plugin import digest_of, load_plugin, load_plugin_of
 from run.prepare import prepare_loaded
-from run.saved import require_facts, saved_config, tell_paths, with_absolute_paths
+from run.saved import own_checkpoint, require_facts, saved_config, tell_paths, with_absolute_paths
 from train_eval import evaluate
 from training import checkpoint
 from training.checkpoint import Checkpoints
@@ -228,7 +228,7 @@ def test(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
     if not action.checkpoint:
         raise BadOption("test_only", "needs --checkpoint RUN")
     given = with_absolute_paths(given)
-    source = checkpoint.find(action.checkpoint)
+    source = own_checkpoint(action.checkpoint)
     where = Path(given.get("output_dir") or source)
     if (where / "checkpoints").exists():
         raise BadOption("output_dir", "must not be a run: its results.json is of what it was trained for", str(where))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Mapping
@@ -12,10 +13,12 @@ import config as flags
 import dataset
 from config import Config
 from inputs import store
+from inputs.indexed import INDEX, core_of, read_index, verify
 from inputs.rows import Data
 from run.complete import with_defaults
+from run.directory import read_marker
 from training import checkpoint
-from utils import BadOption, say, warn
+from utils import BadOption, say, understood, warn
 
 FACTS: dict[str, Any] = {"config": dict, "classes": list, "shape": list, "fitted": dict, "data": dict, "epoch": int, "threads": int}
 MORE: dict[str, Any] = {"ignored": dict, "warnings": list, "seconds": (int, float), "training": dict, "run": str, "lines": list}
@@ -73,12 +76,42 @@ def run_of(checkpoint_folder: Path) -> Path:
     return checkpoint_folder.parent.parent if checkpoint_folder.parent.name == "checkpoints" else checkpoint_folder
 
 
+def own_checkpoint(path: str | Path, flag: str = "checkpoint") -> Path:
+    """The checkpoint folder that a user means (`checkpoint.find`), unless it is a best that its run has not made.
+
+    NOTE: with another run's best copied in, that one's scores would go by the name of this run."""
+    source = checkpoint.find(path, flag=flag)
+    if source.name == "best" and run_of(source) != source:
+        last = source.with_name("last")
+        with understood(flag, str(path)):
+            if why := _why_another(source, last):
+                way_on = "; checkpoints/last can be named" if (last / INDEX).exists() else ""
+                raise BadOption(flag, f"must be the run's own, and its checkpoints/best {why}{way_on}", str(path))
+    return source
+
+
+def _why_another(best: Path, last: Path) -> str:
+    """By what both, and the marker of the run, say of each other. What is damaged is found when it is loaded."""
+    index, marker = read_index(best), read_marker(run_of(best))
+    beside = read_index(last)["facts"] if (last / INDEX).exists() else {}
+    run = index["facts"].get("run")
+    if run is not None and run != (marker["id"] if marker else beside.get("run", run)):
+        return "is that of another run"
+    named = beside.get("best")
+    if not named or core_of(named) == core_of(index):
+        return ""
+    with contextlib.suppress(BadOption):  # a kill came between the two: the files of a new best are there
+        verify(best, named)
+        return ""
+    return "is that of another epoch"
+
+
 def with_absolute_paths(given: Mapping[str, Any]) -> dict[str, Any]:
     """Files as the run will find them again, wherever it is resumed from."""
     paths = {name: str(Path(given[name]).resolve()) for name in ("data_path", "plugin", "feature_cache") if given.get(name)}
     if (weights := given.get("pretrained")) and weights != "hub":
         of_run = Path(weights).is_dir()
-        file = store.file_of(checkpoint.find(weights, flag="pretrained"), "model") if of_run else Path(weights)
+        file = store.file_of(own_checkpoint(weights, "pretrained"), "model") if of_run else Path(weights)
         paths["pretrained"] = str(file.resolve())
     for name in ("dataset", "ood", "label_noise"):
         text = str(given.get(name) or "")

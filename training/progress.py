@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import io
 import json
+import os
 import signal
 import sys
 import threading
@@ -18,9 +19,9 @@ import numpy as np
 
 from inputs.files import append, read_plain, write_atomically
 from inputs.store import Owner
-from utils import BadOption, Interrupted, say, shortened, warn
+from utils import BadOption, Halt, Interrupted, say, shortened, warn
 
-METRICS = "metrics.jsonl"
+METRICS, EVENTS = "metrics.jsonl", "events.out.tfevents."
 MOST_METRICS = 1 << 30  # bytes
 
 
@@ -72,6 +73,10 @@ class Tracker:
     def finish(self) -> None:
         pass
 
+    def files(self) -> list[Path]:
+        """What it has made in the run's directory."""
+        return []
+
 
 @dataclass(frozen=True)
 class Results:
@@ -89,7 +94,7 @@ class TensorBoard(Tracker):
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(folder))
+        self.folder, self.writer = folder, SummaryWriter(str(folder))
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
@@ -105,6 +110,9 @@ class TensorBoard(Tracker):
 
     def finish(self) -> None:
         self.writer.close()
+
+    def files(self) -> list[Path]:
+        return list(self.folder.glob(f"{EVENTS}*.{os.getpid()}.*"))  # others may be of another program
 
 
 class WandB(Tracker):
@@ -140,13 +148,18 @@ TRACKERS = {"none": Tracker, "tensorboard": TensorBoard, "wandb": WandB, "tracki
 
 
 @contextlib.contextmanager
-def tracked(name: str, folder: Path, config: Mapping[str, Any]) -> Iterator[Tracker]:
-    """A tracker that is finished however the run ends."""
+def tracked(name: str, folder: Path, config: Mapping[str, Any], owner: Owner | None = None) -> Iterator[Tracker]:
+    """A tracker that is finished however the run ends. Its files are the run's own: listed as soon as it has named them."""
     tracker = TRACKERS[name](folder, config)
+    if owner is not None:
+        owner.claim(tracker.files())
     try:
         yield tracker
     finally:
         tracker.finish()
+        with contextlib.suppress(Halt, BadOption, OSError):  # a directory that is gone; the run has said it
+            if owner is not None:
+                owner.claim(tracker.files())
 
 
 def tell_results(tracker: Tracker, results: Results) -> None:

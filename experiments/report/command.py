@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from experiments.report.material import EPOCHS, RESULTS, Material, gather
 from experiments.report.page import Section, page
 from inputs.files import write_atomically
 from inputs.memory import in_bytes
-from run.directory import check_writable
+from run.directory import check_writable, list_files
 from utils import BadOption, say
 
 PAGE, FIGURES = "report.html", "figures"
@@ -64,8 +64,7 @@ def watch(asked: Asked, folder: Path, wait: Callable[[float], None]) -> Material
         now = fingerprint(material)
         if now != before:
             before = now
-            content = page(material, sections(material, files=None), going=True)
-            write_atomically(folder / PAGE, content.encode())
+            put(folder, {PAGE: page(material, sections(material), going=True).encode()})
             say(f"report: {folder / PAGE}, {sum(run.state == 'done' for run in material.runs)} of {len(material.runs)} runs done")
         wait(SECONDS)
     return material
@@ -85,28 +84,34 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def build(material: Material, asked: Asked, folder: Path) -> None:
-    found = sections(material, files=folder / FIGURES, ask=None if asked.without_pictures else asked.given)
+    found = sections(material, as_files=True, ask=None if asked.without_pictures else asked.given)
     content = page(material, found).encode()
-    write_atomically(folder / PAGE, content)
-    count = sum(len(section.drawn) for section in found)
+    figures = {
+        f"{FIGURES}/{picture.name}.{kind}": made
+        for section in found
+        for picture, done in section.drawn
+        for kind, made in (("svg", done.svg), ("png", done.png))
+    }
+    put(folder, {**figures, PAGE: content})
+    count = len(figures) // 2
     print(f"written to {folder / PAGE} ({in_bytes(len(content))}), and its {count} figures as SVG and PNG to {folder / FIGURES}")
+
+
+def put(folder: Path, contents: Mapping[str, bytes]) -> None:
+    """Files that become a run's own if the folder is one."""
+    list_files(folder, contents)
+    for name, content in contents.items():
+        write_atomically(folder / name, content)
 
 
 # ---------------------------------------------------------------- the figures
 
 
-def sections(material: Material, *, files: Path | None, ask: dict[str, str] | None = None) -> list[Section]:
-    """`files`: where figures go as files. `ask`: options for pictures that need the model and its data; None: without them."""
+def sections(material: Material, *, as_files: bool = False, ask: dict[str, str] | None = None) -> list[Section]:
+    """`as_files`: figures are drawn as files, too. `ask`: options for pictures that need the model and its data; None: without them."""
 
     def section(name: str, title: str, pictures: Iterable[Picture], lines: Sequence[str] = ()) -> Section:
-        found = []
-        for picture in pictures:
-            done = drawn(picture, files=files is not None)
-            if files is not None:
-                write_atomically(files / f"{picture.name}.svg", done.svg)
-                write_atomically(files / f"{picture.name}.png", done.png)
-            found.append((picture, done))
-        return Section(name, title, found, lines)
+        return Section(name, title, [(picture, drawn(picture, files=as_files)) for picture in pictures], lines)
 
     left = f"Figures of the first {MOST_ARMS} of {len(material.arms)} arms." if len(material.arms) > MOST_ARMS else ""
     epochs = "" if any(run.epochs for run in material.runs) else "No run has finished an epoch yet, or these are tests without training."

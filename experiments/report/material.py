@@ -29,7 +29,7 @@ from inputs.indexed import digest_of, read_index
 from inputs.yaml_file import read_mapping
 from run.directory import ERROR, RESULTS, state_of
 from run.directory import METRICS as EPOCHS
-from utils import BadOption
+from utils import BadOption, check_file
 
 COMPARED = "comparison.json"
 UNREADABLE = "unreadable"
@@ -292,12 +292,11 @@ def read_run(folder: Path, name: str, arm: str, seed: int, state: str, error: st
 def epochs_of(folder: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl that are whole."""
     found = []
-    with contextlib.suppress(OSError):
-        for line in (folder / EPOCHS).read_text(errors="replace").splitlines():
-            with contextlib.suppress(ValueError):
-                epoch = json.loads(line)
-                if isinstance(epoch, dict) and isinstance(epoch.get("epoch"), int):
-                    found.append(epoch)
+    for line in text_in(folder / EPOCHS).splitlines():
+        with contextlib.suppress(ValueError):
+            epoch = json.loads(line)
+            if isinstance(epoch, dict) and isinstance(epoch.get("epoch"), int):
+                found.append(epoch)
     return found
 
 
@@ -320,23 +319,26 @@ def configuration(folder: Path) -> dict[str, Any]:
 
 
 def command_of(folder: Path) -> str:
-    with contextlib.suppress(OSError):
-        return (folder / "args.txt").read_text(errors="replace").strip()
-    return ""
+    return text_in(folder / "args.txt").strip()
 
 
 def last_line(path: Path) -> str:
-    with contextlib.suppress(OSError):
-        lines = path.read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else ""
-    return ""
+    return ["", *text_in(path).strip().splitlines()][-1]
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        found = json.loads(path.read_bytes())
+    with contextlib.suppress(ValueError):
+        found = json.loads(text_in(path))
         return found if isinstance(found, dict) else {}
     return {}
+
+
+def text_in(path: Path) -> str:
+    """Of a plain file; "" where there is none. NOTE: a run may be a stranger's, and who opens a pipe waits for ever."""
+    with contextlib.suppress(OSError, BadOption):
+        check_file("report", path)
+        return path.read_text(errors="replace")
+    return ""
 
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069\ufffe\uffff\ud800-\udfff]")

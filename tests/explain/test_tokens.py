@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,7 @@ def test_refusals(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*FAKE, "--output_dir", "run"]) == 0
     assert main(["--dataset", "iris", "--num_epochs", "1", "--output_dir", "table"]) == 0
     (here / "broken.png").write_bytes(b"\x89PNG no more")
+    os.mkfifo(here / "pipe.png")  # who opens it waits for ever
     capsys.readouterr()
     for words, line in (
         ("--what nothing --checkpoint run", "--what must be one of tokens, neighbors, got 'nothing'"),
@@ -214,6 +216,7 @@ def test_refusals(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("--checkpoint table", "--checkpoint must be a model of images: the rows of a table have no tokens, got 'table'"),
         ("--checkpoint run --image 11", "--image must be a row of the test split (0 to 10) or an image file, got '11'"),
         ("--checkpoint run --image -1", "--image must be a row of the test split (0 to 10) or an image file, got '-1'"),
+        ("--checkpoint run --image pipe.png", "--image must be a row of the test split (0 to 10) or an image file that exists"),
         ("--checkpoint run --image no.png", "--image must be a row of the test split (0 to 10) or an image file that exists, got 'no.png'"),
         (
             "--checkpoint run --image broken.png",

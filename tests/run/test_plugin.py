@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,14 @@ def test_a_head_of_a_plugin_is_there_for_a_process_that_begins(tmp_path: Path) -
     for words in (["--resume", out, "--plugin", str(plugin)], ["--test_only", "--checkpoint", out, "--plugin", str(plugin)]):
         again = subprocess.run([sys.executable, str(ROOT / "main.py"), *words], capture_output=True, text=True, check=False)
         assert again.returncode == 0, again.stderr
+
+
+def test_a_pipe_is_no_plugin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Who opens it waits for ever."""
+    os.mkfifo(tmp_path / "pipe.py")
+    for words in (["--dataset", "iris"], ["list"], ["compare", "--layer", "Attention | KvtAttention"]):
+        assert main([*words, "--plugin", str(tmp_path / "pipe.py")]) == 2
+        assert "--plugin must be a Python file that exists" in capsys.readouterr().err
 
 
 EVIL = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ def place(tmp_path_factory: pytest.TempPathFactory, without_a_stopwatch: None) -
     for name in "ba":
         Image.fromarray(rng.integers(0, 256, (8, 8), np.uint8)).save(root / "in" / f"{name}.png")
     (root / "in" / "c.png").write_text("no image")
+    for name in ("pipe.csv", "pipe.npz", "pipe.png"):  # who opens one waits for ever
+        os.mkfifo(root / name)
     np.savez(root / "x.npz", x=rng.integers(0, 256, (5, 8, 8), np.uint8), other=rng.integers(0, 256, (2, 8, 8), np.uint8))
     return root
 
@@ -105,7 +108,9 @@ def test_a_table_by_its_columns(place: Path, tmp_path: Path, capsys: pytest.Capt
         ("--checkpoint images --input table.csv", "--input must be image files, a folder of them, or FILE.npz: the model reads images"),
         ("--checkpoint table --input in", "--input must be FILE.csv or FILE.npz: the model reads the rows of a table"),
         ("--checkpoint table --input short.csv", "--input must have the columns that the model reads; it has no 'kind'"),
-        ("--checkpoint table --input none.csv", r"--input must be a CSV file that can be read \(No such file or directory\)"),
+        ("--checkpoint table --input none.csv", r"--input must be a file that can be read \(No such file or directory\)"),
+        ("--checkpoint table --input pipe.csv", r"--input must be a file that can be read \(it is a pipe\)"),
+        ("--checkpoint images --input pipe.npz", r"--input must be a file that can be read \(it is a pipe\)"),
         ("--checkpoint images --input x.npz:z", "--input must hold an array 'z'; it has x, other"),
         ("--checkpoint images --input table/checkpoints", "--input must hold image files"),
         ("--checkpoint images --input x.npz --confidence 2", "--confidence must be a number from 0 to 1, got '2'"),
@@ -128,6 +133,7 @@ def test_what_can_not_be(words: str, line: str, place: Path, monkeypatch: pytest
 
 
 def test_where_no_row_can_be_read_the_exit_code_tells(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows, said = asked(["--checkpoint", str(place / "images"), "--input", "none.png"], capsys, code=1)
-    assert rows[0]["error"] == "there is no such file"
+    words = ["--checkpoint", str(place / "images"), "--input", "none.png", str(place / "pipe.png")]
+    rows, said = asked(words, capsys, code=1)
+    assert [row["error"] for row in rows] == ["there is no such file", "must be a file that can be read (it is a pipe)"]
     assert "error: no row could be predicted" in said

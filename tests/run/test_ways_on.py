@@ -13,10 +13,13 @@ import pytest
 
 from classifiers import HEADS, LinearHead
 from config import Action
+from explain.subject import read_run
 from inputs.indexed import INDEX
 from main import main
 from run.directory import MARKER, state_of
+from run.model import load
 from run.run import run
+from run.saved import own_checkpoint
 from tests.run.test_run import TINY, assert_same, everything
 from utils import BadOption, Halt, Stopped
 
@@ -55,6 +58,47 @@ def test_the_best_of_another_run_is_set_aside_and_the_run_goes_on(made: Path, st
     aside = stopped / "checkpoints" / "best-set-aside-1"
     files = [{p.name: p.read_bytes() for p in folder.iterdir()} for folder in (aside, made / "other" / "checkpoints" / "best")]
     assert files[0] == files[1]
+
+
+@pytest.mark.parametrize("lacks", ["nothing", MARKER, "checkpoints/last"])
+def test_the_best_of_another_run_is_not_tested_or_asked_in_the_name_of_this_one(made: Path, stopped: Path, lacks: str) -> None:
+    """Found by what the marker, best and last say of each other, whichever of them is there."""
+    if lacks == MARKER:
+        (stopped / MARKER).unlink()
+    elif lacks != "nothing":
+        shutil.rmtree(stopped / lacks)
+    assert own_checkpoint(stopped) == stopped / "checkpoints" / "best"
+    shutil.rmtree(stopped / "checkpoints" / "best")
+    shutil.copytree(made / "other" / "checkpoints" / "best", stopped / "checkpoints" / "best")
+    rule = "^checkpoint must be the run's own, and its checkpoints/best is that of another run"
+    before = sorted(stopped.rglob("*"))
+    for use in (lambda: run({}, Action(test_only=True, checkpoint=str(stopped))), lambda: load(stopped), lambda: find_run(stopped)):
+        with pytest.raises(BadOption, match=rule):
+            use()
+    assert sorted(stopped.rglob("*")) == before
+    if lacks != "checkpoints/last":
+        assert own_checkpoint(stopped / "checkpoints" / "last") == stopped / "checkpoints" / "last"
+
+
+def find_run(folder: Path) -> object:
+    return read_run({"checkpoint": str(folder)})
+
+
+def test_a_best_of_an_earlier_epoch_is_not_tested_either(tmp_path: Path) -> None:
+    """A copy of an old best, put back over the run's. Between the two saves of an epoch, where a kill may come, it is the run's own."""
+    folder, old = tmp_path / "run", tmp_path / "old"
+    with pytest.raises(Stopped):
+        run({**SMALL, "select": "last", "output_dir": str(folder)}, Action(stop_after=1))
+    shutil.copytree(folder, old)
+    with pytest.raises(Stopped):
+        run({}, Action(resume=str(folder), stop_after=2))
+    best, old = folder / "checkpoints" / "best", old / "checkpoints" / "best"
+    shutil.copytree(old, best, dirs_exist_ok=True)
+    assert own_checkpoint(folder) == best
+    shutil.rmtree(best)
+    shutil.copytree(old, best)
+    with pytest.raises(BadOption, match=r"^checkpoint must be the run's own, and its checkpoints/best is that of another epoch"):
+        own_checkpoint(folder)
 
 
 @pytest.mark.parametrize("harm", ["gone", "cut"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from run.directory import MARKER, new, read_marker
+from run.lock import FILE
 from training.progress import TRACKERS, Results, Tracker, tell_results, tracked
 
 
@@ -52,6 +55,39 @@ def hparams_of(content: bytes) -> dict[str, Any]:
 
     data = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
     return {name: getattr(value, value.WhichOneof("kind")) for name, value in data.items()}
+
+
+class Diary(Tracker):
+    """Makes a file when it begins and another when it ends, as TensorBoard does."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        self.made = [folder / "first.diary", folder / "last.diary"]
+        self.made[0].write_text("begun")
+
+    def finish(self) -> None:
+        self.made[1].write_text("ended")
+
+    def files(self) -> list[Path]:
+        return [path for path in self.made if path.exists()]
+
+
+@pytest.mark.parametrize("name", ["diary", "tensorboard"])
+def test_what_a_tracker_writes_is_the_runs_own_and_goes_with_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TRACKERS, "diary", Diary)
+    if name == "tensorboard":
+        pytest.importorskip("tensorboard")
+    folder, mine = tmp_path / "run", "events.out.tfevents.1700000000.host.1.0"  # of another process
+    with new(folder, "", {"config": {}}, False) as directory:
+        (folder / mine).write_text("mine")
+        with tracked(name, folder, {}, directory) as tracker:
+            first = {path.name for path in folder.iterdir()} - {mine, MARKER, FILE}
+            assert first
+            assert first <= set((read_marker(folder) or {})["files"])  # listed while it is written: a kill may come
+            tell_results(tracker, results())
+    made = {path.name for path in folder.iterdir()} - {mine, MARKER}
+    assert len(made) == 2
+    with new(folder, "", {"config": {}}, True):
+        assert {path.name for path in folder.iterdir()} == {mine, MARKER, FILE}
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])

@@ -28,7 +28,7 @@ RIGHT, ESCAPE = "\ue014", "\ue00c"
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = hostile_comparison(tmp_path_factory.mktemp("browser") / "compared")
     material = gather([str(folder)])
-    (folder / "report.html").write_text(page(material, sections(material, files=None)))
+    (folder / "report.html").write_text(page(material, sections(material)))
     return folder / "report.html"
 
 

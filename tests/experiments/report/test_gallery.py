@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,12 @@ from experiments.report.gallery import NEAR, pictures
 from experiments.report.ink import drawn
 from experiments.report.material import gather
 from main import main
+from run.directory import files_of, look, new
 from run.loaded import load
 from run.prepare import prepare_loaded
+from run.verify import verify_run
 from tests.experiments.report.made import run_at
+from utils import BadOption
 
 SMALL = ["--num_layers", "1", "--num_heads", "3", "--d_hidden", "15", "--d_mlp", "7", "--num_epochs", "2", "--batch_size", "16"]
 FAKE = ["--dataset", "fake(train=83, test=29, size=6, classes=5)", "--patch_size", "3", *SMALL, "--lr", "3e-3"]
@@ -57,3 +61,20 @@ def test_what_cannot_be_asked_is_said(runs: Path, tmp_path: Path) -> None:
     made = pictures(gather([str(run_at(tmp_path / "made", {"lr": 0.1}, 0))]), {})
     assert not made.pictures
     assert "the model can't be asked: " in made.lines[0]
+
+
+def test_a_report_beside_a_run_is_the_runs_own(runs: Path, tmp_path: Path) -> None:
+    """It goes when the run is overwritten; what somebody put beside its figures does not."""
+    folder = Path(shutil.copytree(runs / "table", tmp_path / "run"))
+    assert main(["report", str(folder), "--without_pictures"]) == 0
+    made = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert {"report.html", "figures/scores.svg", "figures/scores.png"} <= made - (files_of(runs / "table") or set())
+    look(folder, overwrite=True)
+    assert verify_run(folder).state == "whole"
+    (folder / "figures" / "mine.svg").touch()
+    with pytest.raises(BadOption, match=r"has not listed figures/mine\.svg as its own"):
+        look(folder, overwrite=True)
+    (folder / "figures" / "mine.svg").unlink()
+    with new(folder, "", {"config": {}}, True):
+        assert not (folder / "report.html").exists()
+        assert not (folder / "figures").exists()

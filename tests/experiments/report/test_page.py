@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Any
 import pytest
 
 from experiments.cells import place_of
+from experiments.read import PREDICTIONS, RESULTS, kept, results
 from experiments.report.command import Asked, build, sections, watch
 from experiments.report.material import gather, plain
 from experiments.report.page import MOST_ROWS, as_json, page
 from main import main
 from tests.experiments.report.made import EPOCHS, HOSTILE, comparison_at, hostile_comparison, run_at
+from utils import BadOption
 
 VOID = {"meta", "link", "input", "br", "img", "hr"}
 
@@ -69,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def html(folder: Path) -> str:
     material = gather([str(folder)])
-    return page(material, sections(material, files=None))
+    return page(material, sections(material))
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +178,7 @@ def test_the_same_runs_give_the_same_bytes(tmp_path: Path) -> None:
 def test_of_one_run(tmp_path: Path) -> None:
     run = run_at(tmp_path / "run", {"layer": "Attention"}, 3)
     material = gather([str(run)])
-    read = Read(page(material, sections(material, files=None)))
+    read = Read(page(material, sections(material)))
     assert any("on 60 test rows, one seed" in text and "Calibration took NLL from" in text for text in read.texts["li"])
     assert any("nothing to compare it with" in text for text in read.texts["p"])
     assert "forest" not in [a["id"] for a in read.named("figure")]
@@ -199,7 +202,7 @@ def test_of_a_folder_with_runs_in_every_state(tmp_path: Path) -> None:
     assert len(material.runs[4].epochs) == EPOCHS
     assert material.verdicts is not None
     assert [v.verdict == "no result" for v in material.verdicts.verdicts] == [False, True, True]
-    read = Read(page(material, sections(material, files=None)))
+    read = Read(page(material, sections(material)))
     curves = json.loads(read.texts["script"][0])["tables"]["val-accuracy"]["series"]
     assert curves == ["lr=0.1, seed 0", "lr=0.1, seed 1", "lr=0.2, seed 0", "lr=0.3, seed 0", "lr=0.4, seed 0"]
 
@@ -220,7 +223,7 @@ def test_of_runs_that_were_compared_by_path(tmp_path: Path, capsys: Any) -> None
     told = capsys.readouterr().out
     material = gather([str(tmp_path / "compared")])
     assert material.arms == ("linear.raw", "linear.calibrated")
-    read = Read(page(material, sections(material, files=None)))
+    read = Read(page(material, sections(material)))
     sentence = next(line for line in told.splitlines() if line.startswith("linear.raw ") and "linear.calibrated" in line)
     assert any(text.startswith(sentence[:80]) for text in read.texts["li"])
     assert material.verdicts is not None
@@ -234,7 +237,7 @@ def test_runs_of_other_rows_are_shown_and_not_compared(tmp_path: Path) -> None:
     material = gather([str(one), str(two)])
     assert material.verdicts is None
     assert "same test rows" in material.why_not
-    read = Read(page(material, sections(material, files=None)))
+    read = Read(page(material, sections(material)))
     assert any("same test rows" in text for text in read.texts["p"])
     assert {"scores", "reliability-2"} <= {a["id"] for a in read.named("figure")}
 
@@ -273,7 +276,21 @@ def test_what_is_no_run_is_refused(words: list[str], tmp_path: Path, monkeypatch
 def test_a_hundred_runs_fit(tmp_path: Path) -> None:
     folder = comparison_at(tmp_path / "compared", {f"lr={i}": {"lr": i} for i in range(20)}, 5)
     material = gather([str(folder)])
-    content = page(material, sections(material, files=None)).encode()
+    content = page(material, sections(material)).encode()
     assert len(material.runs) == 100
     assert len(content) < 15e6
     assert "Figures of the first 12 of 20 arms." in content.decode()
+
+
+def test_pipes_in_a_strangers_run_are_not_waited_for(tmp_path: Path) -> None:
+    run = run_at(tmp_path / "run", {"lr": 0.1}, 0)
+    for name in ("args.txt", "metrics.jsonl"):
+        (run / name).unlink()
+        os.mkfifo(run / name)
+    (found,) = gather([str(run)]).runs
+    assert (found.state, found.epochs, found.command) == ("done", (), "")
+    for name, read in ((PREDICTIONS, kept), (RESULTS, results)):
+        (run / name).unlink()
+        os.mkfifo(run / name)
+        with pytest.raises(BadOption, match=rf"needs a {name} that can be read in every run \(it is a pipe, a device or a directory\)"):
+            read(run)

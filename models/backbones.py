@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import timm
+import torch
 from torch import nn
 
 import layers
@@ -77,6 +78,20 @@ def timm_backbone(spec: ModelSpec) -> nn.Module:
     if of_a_run:
         load_matching(model, str(spec.pretrained))
     return model
+
+
+def timm_size(name: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Of a timm model that is not made: its parameters, and the numbers that one block of a ViT takes in and gives for one image, times
+    its blocks; 0 where that is not known."""
+    wanted: dict[str, Any] = {"num_classes": 0, "in_chans": shape[0], "img_size": tuple(shape[1:])}
+    try:
+        with torch.device("meta"):
+            model: Any = _create(name.removeprefix("timm/"), wanted, {"img_size"})
+    except (RuntimeError, NotImplementedError):  # some compute with numbers while they are made
+        return 0, 0
+    tokens, width = getattr(getattr(model, "patch_embed", None), "num_patches", None) or 0, getattr(model, "embed_dim", 0)
+    alike = width == model.num_features  # in others, tokens become fewer from stage to stage
+    return sum(p.numel() for p in model.parameters()), 2 * tokens * width * len(model.blocks) if alike and tokens else 0
 
 
 def _weights(pretrained: str | None, config: dict[str, Any]) -> dict[str, Any]:

@@ -24,12 +24,14 @@ def of_model(config: Config, data: Data, shape: tuple[int, ...]) -> list[Room]:
     batch = min(training.batch_size, max(len(data.train), 1))
     side = shape[1] if len(shape) == 3 else 0
     rooms = [Room("resize", config.data.resize, f"a batch of {batch} images of {side} x {side}", FLOAT * batch * shape[0] * side**2)]
+    # Weights, and in training their gradients and what the optimizer keeps.
+    copies = FLOAT * (1 if options.freeze_backbone else 3 if training.optimizer == "sgd" else 4)
+    if options.model.startswith("timm/"):
+        return [*rooms, *of_timm(config, shape, batch, copies)]
     if options.model not in ("vit", "mlp"):
         return rooms
     depth, width, inner = options.num_layers, options.d_hidden, options.d_mlp
     tokens = (side // options.patch_size) ** 2 + 1 if side else 1
-    # Weights, and in training their gradients and what the optimizer keeps.
-    copies = FLOAT * (1 if options.freeze_backbone else 3 if training.optimizer == "sgd" else 4)
     attention = 4 * width**2 if options.model == "vit" else 0
     seen = 1 if options.freeze_backbone else depth  # layers whose activations are there at one time
     activations = 2.0 * FLOAT * batch * tokens * width * seen
@@ -43,6 +45,15 @@ def of_model(config: Config, data: Data, shape: tuple[int, ...]) -> list[Room]:
     if tokens > 100_000:
         rooms.append(Room("patch_size", options.patch_size, f"attention among {tokens:,} tokens", FLOAT * batch * tokens * width))
     return rooms
+
+
+def of_timm(config: Config, shape: tuple[int, ...], batch: int, copies: int) -> list[Room]:
+    from models.backbones import timm_size  # late: timm takes its time
+
+    name = config.model.model
+    parameters, seen = timm_size(name, shape)
+    trained = [] if config.model.freeze_backbone else [Room("batch_size", batch, f"a batch in the blocks of {name}", FLOAT * batch * seen)]
+    return [Room("model", name, f"a model of {parameters:,} parameters", float(copies) * parameters), *trained]
 
 
 def of_neighbors(config: Config, data: Data) -> list[Room]:

@@ -58,6 +58,7 @@ def warn_of_copies(config: Config, data: Data) -> None:
 
 
 SURPRISE = 3.0  # standard errors
+FEW = 50  # validation rows: one of them is two points of accuracy
 
 
 def warn_of_known_rows(config: Config, data: Data, found: Mapping[str, Any], val: Mapping[str, float] | None) -> None:
@@ -81,6 +82,13 @@ def warn_of_known_rows(config: Config, data: Data, found: Mapping[str, Any], val
                 "trained on them, and then calibration is too sure; rows that nothing was trained on mend it (x_val, y_val in an npz)"
             )
             return
+
+
+def warn_of_few_rows(rows: int) -> None:
+    """That calibration was fitted to."""
+    if rows < FEW:
+        few = f"{rows} validation row{'s'[: rows - 1]}, and below {FEW} the calibrated scores are chance to a large part"
+        warn(f"calibrate: fitted to {few} (a higher --val_fraction gives more)")
 
 
 def check_validation(config: Config, data: Data, *, told: bool = True) -> None:

@@ -20,6 +20,7 @@ from evaluation.continual import Growth
 from evaluation.evaluator import Evaluator, leave_one_out
 from inputs.batches import AnyBatches, Sets
 from inputs.rows import Data
+from run.checks import FEW, warn_of_few_rows
 from run.loaded import Loaded
 from run.parts import Kept, loaders
 from run.saved import saved_config
@@ -72,6 +73,7 @@ def prepare(
     if stored is not None:
         predictors.load_state_dict(dict(stored))
     elif mode != "none" and sets.val is not None:
+        warn_of_few_rows(len(sets.val.target))
         predictors.calibrate(evaluator.validation(), sets.val.target, config.system.seed)
     model.calibrated = predictors.of(predictors.own, calibrated=True) if mode != "none" else None
     return evaluator
@@ -94,6 +96,8 @@ def prepare_loaded(loaded: Loaded, foreign: AnyBatches | None = None) -> Evaluat
         stored = None
     if stored is not None:
         mode = facts["calibration"]
+        if mode != "none":
+            warn_of_few_rows(facts["data"].get("val", FEW))
     elif not loaded.has_run_rows and mode != "none":
         warn("calibrate: not possible (the run fitted none for this evaluation, and these are not its rows)")
         mode = "none"

@@ -15,7 +15,7 @@ from classifiers import HEADS, LinearHead
 from classifiers.metrics import detailed_metrics, standard_metrics
 from config import Action
 from evaluation.predictions import keep, read
-from run.checks import warn_of_known_rows
+from run.checks import warn_of_few_rows, warn_of_known_rows
 from run.complete import complete
 from run.loaded import load
 from run.parts import load_data, loader
@@ -151,7 +151,24 @@ def test_warnings_are_kept_and_shown(runs: dict[str, Path], tmp_path: Path, caps
     out = capsys.readouterr()
     assert "warning: pretrained: that run split the rows otherwise" in out.err
     assert "to be known before these numbers are trusted:" in out.out
-    assert results_of(runs["linear"])["warnings"] == []
+    assert [w for w in results_of(runs["linear"])["warnings"] if "calibrate: fitted to" not in w] == []
+
+
+def test_few_validation_rows_are_a_warning_of_what_was_fitted_to_them(runs: dict[str, Path], tmp_path: Path) -> None:
+    """In the run and in a test that takes its calibration; not where nothing was fitted, nor with rows enough."""
+    few = "calibrate: fitted to {} validation rows, and below 50 the calibrated scores are chance to a large part"
+    rows = results_of(runs["linear"])["data"]["val"]
+    assert rows < 50
+    run({"output_dir": str(tmp_path / "again")}, Action(test_only=True, checkpoint=str(runs["linear"])))
+    for found in (results_of(runs["linear"]), results_of(tmp_path / "again")):
+        assert [w.startswith(few.format(rows)) for w in found["warnings"]] == [True]
+    run({"calibrate": "none", "output_dir": str(tmp_path / "none")}, Action(test_only=True, checkpoint=str(runs["linear"])))
+    assert results_of(tmp_path / "none")["warnings"] == []
+    for count, said in ((49, True), (50, False), (1, True)):
+        WARNINGS.clear()
+        warn_of_few_rows(count)
+        assert len(WARNINGS) == said
+    assert WARNINGS[0].startswith("calibrate: fitted to 1 validation row, ")
 
 
 def test_several_k_leave_the_number_for_foreign_rows_alone(runs: dict[str, Path], tmp_path: Path) -> None:

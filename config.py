@@ -28,6 +28,10 @@ def above(low: float) -> Rule:
     return lambda value: value > low, f"must be above {low}"
 
 
+# All test rows are embedded once a view, and kept: with a zero too many, that would go on for days.
+VIEWS: Rule = (lambda value: 1 <= value <= 1000, "must be from 1 to 1000")
+
+
 def fraction(*, to_1: bool = False) -> Rule:
     """[0, 1) by default, [0, 1] with `to_1`."""
     return (lambda v: 0 <= v <= 1, "must be between 0 and 1") if to_1 else (lambda v: 0 <= v < 1, "must be at least 0 and below 1")
@@ -179,7 +183,7 @@ class EvaluationOptions:
         "head", "what sets confidence, fitted to validation rows: all of it, or one temperature", choices=("none", "head", "temperature")
     )
     recalibrate: bool = flag(False, "with --test_only: fit confidence anew, to validation rows as this test reads them")
-    tta: int = flag(1, "views whose probabilities are averaged: identity, flip, random crops", rule=at_least(1))
+    tta: int = flag(1, "views whose probabilities are averaged: identity, flip, random crops", rule=VIEWS)
     continual: bool = flag(False, "also: test rows join the bank with their labels, once they were classified")
     ood: str | None = flag(None, "a data set whose test rows should look foreign (AUROC)")
     baselines: bool = later("votes beside a head without a bank (default: up to 100,000 training rows)")

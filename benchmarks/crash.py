@@ -14,11 +14,11 @@ import argparse
 import contextlib
 import io
 import json
+import math
 import os
 import random
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -34,6 +34,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # processes are forked, and the n
 
 import torch
 
+from benchmarks import forked
 from evaluation import cost
 from inputs import store
 from main import main as command
@@ -41,7 +42,6 @@ from run.directory import MARKER, state_of
 from tests.faults import killing, layer, nothing
 
 GOOD, BAD = ("same", "refused"), ("lost", "silent", "traceback", "hang")
-MOST_SECONDS = 120.0
 # Dropout, MixUp, averaged weights, accumulation, a bank: everything that could remember something.
 TINY = shlex.split(
     "--dataset 'fake(train=61,test=23,size=8,classes=3)' --num_layers 1 --num_heads 1 --d_hidden 6 --d_mlp 7 --patch_size 4 "
@@ -51,44 +51,9 @@ TINY = shlex.split(
 )
 
 
-def run_in_child(words: list[str], folder: Path, watch: Any = None, after: float | None = None) -> tuple[int, str]:
-    """Exit code (minus a signal; 998 for a hang) and what was said. `watch`: a layer; `after`: seconds until SIGKILL."""
-    said = folder.parent / f"{folder.name}-said.txt"
-    process = start(words, folder, said, watch)
-    begun, killed = time.monotonic(), False
-    while True:
-        done, status = os.waitpid(process, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status), said.read_text(errors="replace")
-        passed = time.monotonic() - begun
-        if passed > MOST_SECONDS or (after is not None and passed > after and not killed):
-            killed = True
-            os.kill(process, signal.SIGKILL)
-            if passed > MOST_SECONDS:
-                os.waitpid(process, 0)
-                return 998, said.read_text(errors="replace")
-        time.sleep(0.003)
-
-
-def start(words: list[str], folder: Path, said: Path, watch: Any = None) -> int:
-    """A forked process that runs a command line; its number."""
-    process = os.fork()
-    if process:
-        return process
-    code = 99
-    try:
-        handle = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        os.dup2(handle, 1)
-        os.dup2(handle, 2)
-        with layer(folder, *(watch or (nothing,))):
-            code = command(words)
-    finally:
-        os._exit(code)
-
-
-def at_once(model: Any, x: Any, seconds: float = 0.0) -> tuple[float, float, float]:
-    """Instead of half a second of measuring."""
-    return 1.0, 1.0, 1.0
+def run_in_child(words: list[str], folder: Path, watch: Any = None, after: float = math.inf) -> tuple[int, str]:
+    """Exit code and what was said. `watch`: a layer; `after`: seconds until SIGKILL."""
+    return forked.run(words, folder.parent / f"{folder.name}-said.txt", layer(folder, *(watch or (nothing,))), after)
 
 
 # ---------------------------------------------------------------- what a try came to
@@ -108,9 +73,9 @@ def numbers_of(folder: Path) -> dict[str, Any]:
 
 
 def verdict(code: int, said: str, folder: Path, wanted: dict[str, Any]) -> str:
-    if code == 998:
+    if code == forked.HANG:
         return "hang"
-    if code == 99 or "Traceback" in said or "the traceback is in" in said:
+    if code == forked.CAME_THROUGH or "Traceback" in said or "the traceback is in" in said:
         return "traceback"
     if code != 0:
         return "lost"
@@ -165,7 +130,7 @@ class Table:
 class Bench:
     def __init__(self, place: Path) -> None:
         self.place, self.table, self.tried = place, Table(), 0
-        cost.rows_per_second = at_once
+        cost.rows_per_second = forked.at_once
         with contextlib.redirect_stdout(None), contextlib.redirect_stderr(io.StringIO()):  # what it imports, no child has to
             assert command([*TINY, "--output_dir", str(place / "first")]) == 0
         whole = place / "whole"
@@ -236,7 +201,7 @@ class Bench:
                 os.read(wait, 1)
 
         first_said = folder.parent / "first.txt"
-        first = start(commands[kinds[0]], folder, first_said, (standing,))
+        first = forked.start(commands[kinds[0]], first_said, layer(folder, standing))
         os.close(tell)
         os.read(arrived, 1)  # or its end
         code, said = run_in_child(commands[kinds[1]], folder)
@@ -248,9 +213,9 @@ class Bench:
         self.table.add(f"two processes: {kinds[0]} meets {kinds[1]}", outcome, folder.parent, f"at operation {at}")
 
     def of_two(self, folder: Path, codes: set[int], said: str) -> str:
-        if 998 in codes:
+        if forked.HANG in codes:
             return "hang"
-        if 99 in codes or "raceback" in said:
+        if forked.CAME_THROUGH in codes or "raceback" in said:
             return "traceback"
         if not codes <= {0, 2}:
             return "lost"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import importlib
 import io
 import json
 import os
@@ -25,21 +26,25 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch and FAISS load: processes are forked
+
 import numpy as np
 import torch
 from PIL import Image
 
 import config as flags
+from benchmarks import forked
 from dataset import load
+from evaluation import cost
 from inputs import store
 from inputs.yaml_file import read_yaml
 from main import main
 from utils import BadOption, Halt
 
-LIMIT = 120  # seconds that one try may take
 FAKE = "fake(train=24, test=9, size=8, classes=3)"
 TINY = ["--dataset", FAKE, "--num_layers", "1", "--num_heads", "2", "--d_hidden", "8", "--d_mlp", "8", "--patch_size", "4"]
 TINY += ["--num_epochs", "1", "--batch_size", "8", "--warmup_epochs", "0", "--no-baselines"]
+WARM = ("torch._inductor", "matplotlib.pyplot", "sklearn.datasets", "timm", "faiss")  # loading is most of what a short run does
 COLUMNS = ("tries", "refused", "same", "lost", "silent", "traceback", "hang")
 
 
@@ -48,23 +53,28 @@ class Hang(BaseException):
 
 
 @contextlib.contextmanager
-def limited(seconds: int) -> Iterator[None]:
+def limited() -> Iterator[None]:
+    """By the time that it computes, and by much more time in which it does nothing: on a busy machine everything takes long."""
+
     def ring(*_: Any) -> None:
         raise Hang
 
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(seconds)
+    limits = {signal.SIGPROF: (signal.ITIMER_PROF, forked.CPU_SECONDS), signal.SIGALRM: (signal.ITIMER_REAL, forked.SECONDS)}
+    before = {number: signal.signal(number, ring) for number in limits}
+    for timer, seconds in limits.values():
+        signal.setitimer(timer, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        for number, (timer, _) in limits.items():
+            signal.setitimer(timer, 0)
+            signal.signal(number, before[number])
 
 
 def outcome(read: Read, wanted: Any, shown: list[str], what: str) -> str:
     """One of COLUMNS: what came of reading a file that should give `wanted` or be refused."""
     try:
-        with limited(LIMIT), contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+        with limited(), contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
             found = read()
     except (BadOption, Halt):
         return "refused"
@@ -234,30 +244,42 @@ def command(rng: random.Random, out: Path) -> list[str]:
     return [*typed, "--output_dir", str(out)]
 
 
+def warm_up(folder: Path) -> None:
+    """Loads what command lines load, and trains a model that searches nothing, so that no command line has to."""
+    for name in WARM:
+        importlib.import_module(name)
+    cost.rows_per_second = forked.at_once
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+        if main([*TINY, "--head", "linear", "--output_dir", str(folder / "warm")]):
+            raise SystemExit("the tiny model can't be trained")
+
+
 def try_commands(count: int, seed: int, table: dict[str, Counter[str]], shown: list[str], folder: Path) -> None:
     rng, found = random.Random(seed), table.setdefault("command line", Counter())
+    warm_up(folder)
     for number in range(count):
         out = folder / "out"
         shutil.rmtree(out, ignore_errors=True)
-        typed, said = command(rng, out), io.StringIO()
+        typed = command(rng, out)
+        code, said = forked.run(typed, folder / "said.txt")
+        kind = came_to(code, said, out)
         found["tries"] += 1
-        try:
-            with limited(LIMIT), contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-                code = main(typed)
-        except Hang:
-            kind = "hang"
-        except BaseException:
-            kind = "traceback"
-            said.write(traceback.format_exc())
-        else:
-            error = [line for line in said.getvalue().splitlines() if line.startswith("error: ")]
-            whole = (out / "results.json").exists() if code == 0 else bool(error) and "internal" not in error[-1]
-            kind = ("same" if code == 0 else "refused") if whole else "silent"
-            kind = "traceback" if "Traceback" in said.getvalue() or any(out.glob("*traceback*")) else kind
-            kind = "lost" if code == 2 and out.exists() else kind  # nothing is written where an option is wrong
         found[kind] += 1
         if kind not in ("same", "refused"):
-            shown.append(f"{kind}: #{number} {' '.join(typed[len(TINY):])}: {said.getvalue().strip()[-300:]}")
+            shown.append(f"{kind}: #{number} {' '.join(typed[len(TINY) :])}: exit code {code}: {said.strip()[-300:]}")
+
+
+def came_to(code: int, said: str, out: Path) -> str:
+    """One of COLUMNS; a process that a signal ended counts as a traceback."""
+    if code == forked.HANG:
+        return "hang"
+    if code < 0 or code == forked.CAME_THROUGH or "Traceback" in said or "the traceback is in" in said:
+        return "traceback"
+    if code == 2 and out.exists():  # nothing is written where an option is wrong
+        return "lost"
+    error = [line for line in said.splitlines() if line.startswith("error: ")]
+    whole = (out / "results.json").exists() if code == 0 else bool(error)
+    return ("same" if code == 0 else "refused") if whole else "silent"
 
 
 # ---------------------------------------------------------------- the table
@@ -268,9 +290,10 @@ def run(mutations: int, commands: int, seed: int) -> tuple[dict[str, Counter[str
     shown: list[str] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        if commands:  # first: nothing has searched yet in the process that forks
+            try_commands(commands, seed, table, shown, folder)
         if mutations:
             try_files(mutations, seed, table, shown, folder)
-        try_commands(commands, seed, table, shown, folder)
     return table, shown
 
 
@@ -292,7 +315,6 @@ def cli() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     table, shown = run(options.mutations, options.commands, options.seed)
     print(as_text(table))
     print(*shown[:50], sep="\n", file=sys.stderr)

@@ -103,7 +103,7 @@ def _why_another(best: Path, last: Path) -> str:
     with contextlib.suppress(BadOption):  # a kill came between the two: the files of a new best are there
         verify(best, named)
         return ""
-    return "is that of another epoch"
+    return "is not the one that checkpoints/last belongs to"
 
 
 def with_absolute_paths(given: Mapping[str, Any]) -> dict[str, Any]:

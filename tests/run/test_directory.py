@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -145,19 +146,27 @@ def test_a_lock_of_another_machine_is_believed(tmp_path: Path) -> None:
     assert state_of(tmp_path) == "running"
 
 
-def test_a_child_does_not_keep_the_lock_of_its_parent(tmp_path: Path) -> None:
-    reader, writer = os.pipe()
-    with Lock(tmp_path):
-        child = os.fork()
-        if child == 0:
-            os.read(reader, 1)
-            os._exit(0)
-    with Lock(tmp_path):  # though the child lives
-        pass
-    os.write(writer, b"x")
-    os.waitpid(child, 0)
-    os.close(reader)
-    os.close(writer)
+def test_a_child_does_not_keep_the_lock_of_a_parent_that_is_killed(tmp_path: Path) -> None:
+    """Of image workers, say. A parent that ends by itself takes the file away, and with it the lock."""
+    (there, tell), (wait, go) = os.pipe(), os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        with Lock(tmp_path):
+            if os.fork() == 0:
+                os.write(tell, b"x")
+                os.read(wait, 1)
+                os._exit(0)
+            signal.pause()
+    os.read(there, 1)
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    try:
+        with Lock(tmp_path):  # though the child lives
+            pass
+    finally:
+        os.write(go, b"x")
+        for handle in (there, tell, wait, go):
+            os.close(handle)
 
 
 def meeting(folder: Path, at: int, overwrite: bool) -> tuple[int, int]:

@@ -80,6 +80,29 @@ def test_an_edit_that_is_signed_again_is_one_line_or_a_run(seed: int, folder: Pa
     assert len(errors) == (code == 2), what
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "rule"),
+    [
+        ("lr", -0.5, "must be above 0"),
+        ("dropout", 3, "must be at least 0 and below 1"),
+        ("select", "luck", "must be one of accuracy, nll, last"),
+        ("batch_size", "many", "must be a whole number"),
+    ],
+)
+def test_a_saved_configuration_is_checked_like_a_typed_one(
+    option: str, value: Any, rule: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also an option that the command at hand has no use for."""
+    for name, words in (("best", ["--test_only", "--checkpoint"]), ("last", ["--resume"])):
+        where = folder / "checkpoints" / name
+        body = indexed.read_index(where)
+        body["facts"]["config"][option] = value
+        sign(where, body)
+        assert main([*words, str(folder)]) == 2
+        (error,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
+        assert error.startswith(f"error: --{option} {rule}")
+
+
 # ---------------------------------------------------------------- nowhere else
 
 
@@ -147,6 +170,7 @@ def test_a_folder_that_a_checkpoint_names_is_not_written_to(tmp_path: Path, caps
 
 def test_a_damaged_tensor_file_that_is_signed_again_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     best = folder / "checkpoints" / "best"
+    shutil.rmtree(best.with_name("last"))  # which knows another best
     body = indexed.read_index(best)
     content = b"\xff" * 64 + torch.zeros(3).numpy().tobytes()
     entry = body["files"]["model"]

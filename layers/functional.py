@@ -32,18 +32,17 @@ def say_once(message: str) -> None:
 
 def nearest(q: Tensor, k: Tensor, K: int, own: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The K keys (B, H, M, D) with the largest q . k for each query, best first: scores and index, both (B, H, N, K)."""
-    score, index = kernels.nearest(q.flatten(0, 1), k.flatten(0, 1), K, own)
-    return score.unflatten(0, q.shape[:2]), index.unflatten(0, q.shape[:2])
+    return kernels.nearest(q, k, K, own)
 
 
 def pair_dot(q: Tensor, k: Tensor, index: Tensor) -> Tensor:
     """q . k of each query with the keys of its own list: (B, H, N, K)."""
-    return kernels.pair_dot(q.flatten(0, 1), k.flatten(0, 1), index.flatten(0, 1)).unflatten(0, q.shape[:2])
+    return kernels.pair_dot(q, k, index)
 
 
 def weighted_sum(v: Tensor, index: Tensor, weight: Tensor) -> Tensor:
     """sum_r weight[n, r] v[index[n, r]]: (B, H, N, D)."""
-    return kernels.bag(v.flatten(0, 1), index.flatten(0, 1), weight.flatten(0, 1)).unflatten(0, v.shape[:2])
+    return kernels.bag(v, index, weight)
 
 
 def rank_conv(v: Tensor, index: Tensor, weight: Tensor, kernel: Tensor) -> Tensor:
@@ -51,8 +50,7 @@ def rank_conv(v: Tensor, index: Tensor, weight: Tensor, kernel: Tensor) -> Tenso
 
     kernel (K, D): one factor a rank and channel (depthwise). kernel (K, E, D): a matrix a rank (standard), to (B, H, N, E).
     """
-    out = kernels.rank_conv(v.flatten(0, 1), index.flatten(0, 1), weight.flatten(0, 1), kernel)
-    return out.unflatten(0, v.shape[:2])
+    return kernels.rank_conv(v, index, weight, kernel)
 
 
 # ---------------------------------------------------------------- similarity

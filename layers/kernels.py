@@ -1,6 +1,6 @@
 """The operations on neighbor lists, as torch operators: fast on a CPU, no (B, H, N, K, D) tensor, one node in a compiled graph.
 
-An index is (G, N, K): for each of G groups (batch x heads) and N rows, which of M columns. Three of the operations are
+An index is (B, H, N, K), or (G, N, K) of G groups: for each head and each of N rows, which of M columns. Three of the operations are
 each other's gradients, so they need no more than each other:
 
     bag(v, index, weight)       out[n] = sum_r weight[n, r] v[index[n, r]]
@@ -8,11 +8,13 @@ each other's gradients, so they need no more than each other:
     pair_dot(x, y, index)       out[n, r] = x[n] . y[index[n, r]]
 
 `nearest` selects (and is differentiable in the scores, as pair_dot is); `rank_conv` is a bag with a weight a channel and rank.
-They are operators of their own because NumPy and loops inside them would break a compiled graph.
+They are operators of their own because C, NumPy and loops inside them would break a compiled graph. Float32 on a CPU is computed by
+native/nearest.c where it could be compiled; all else, and all where it could not, by what stands here.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
+
+import native
 
 # NumPy sorts keys that sit in the second-level cache three times as fast as those that do not: 2**17 keys are 1 MB.
 BLOCK = 2**17
@@ -68,6 +72,32 @@ def _blocks(groups: int, rows: int, columns: int) -> list[tuple[slice, slice]]:
     return [(slice(g, g + 1), slice(n, min(n + step, rows))) for g in range(groups) for n in range(0, rows, step)]
 
 
+def _groups(x: Tensor) -> Tensor:
+    """(B, H, N, D) to (B H, N, D); three dimensions as they are."""
+    return x.flatten(0, -3)
+
+
+def _image(x: Tensor) -> Tensor:
+    """What the C code takes: groups as the heads of one image."""
+    return x if x.dim() == 4 else x[None]
+
+
+def _as(x: Tensor, like: Tensor) -> Tensor:
+    """With the leading dimensions of `like`."""
+    return x.reshape(*like.shape[:-2], *x.shape[-2:])
+
+
+def _rows_first(out: Tensor) -> Tensor:
+    """(B, H, N, D) in memory as (B, N, H, D): what a layer goes on with."""
+    return out.transpose(1, 2).contiguous().transpose(1, 2) if out.dim() == 4 else out.contiguous()
+
+
+def _new_rows_first(like: Tensor, rows: int, dim: int) -> Tensor:
+    if like.dim() == 3:
+        return like.new_empty(like.shape[0], rows, dim)
+    return like.new_empty(like.shape[0], rows, like.shape[1], dim).transpose(1, 2)
+
+
 def up_to(ordered: Tensor, values: Tensor) -> Tensor:
     """How many numbers of each sorted row (..., K) are at most as large as each of its values (..., S)."""
     return torch.searchsorted(ordered, values, right=True)
@@ -75,11 +105,19 @@ def up_to(ordered: Tensor, values: Tensor) -> Tensor:
 
 @torch.library.custom_op("neighbors::nearest", mutates_args=(), schema="(Tensor q, Tensor k, int K, Tensor? own) -> (Tensor, Tensor)")
 def nearest(q: Tensor, k: Tensor, K: int, own: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The K columns with the largest q . k of each row, best first: scores and index, both (G, N, K).
+    """The K columns with the largest q . k of each row, best first: scores and index, both (..., N, K).
 
     `own` (M,) names the row that each column is: no row selects itself (its score is -inf).
     The N x M scores exist a block at a time only.
     """
+    if 0 < K <= native.MOST_RANKS and native.takes(q, k):
+        score, index = native.nearest(_image(q), _image(k), K, own)
+        return _as(score, q), _as(index, q)
+    score, index = _nearest(_groups(q), _groups(k), K, own)
+    return _as(score, q), _as(index, q)
+
+
+def _nearest(q: Tensor, k: Tensor, K: int, own: Tensor | None) -> tuple[Tensor, Tensor]:
     (g, n, _), m = q.shape, k.shape[1]
     whole = q.device.type != "cpu"
     score, index = q.new_empty(g, n, K), torch.empty(g, n, K, dtype=torch.int64, device=q.device)
@@ -96,7 +134,7 @@ def nearest(q: Tensor, k: Tensor, K: int, own: Tensor | None) -> tuple[Tensor, T
 
 @nearest.register_fake
 def _(q: Tensor, k: Tensor, K: int, own: Tensor | None) -> tuple[Tensor, Tensor]:
-    shape = (q.shape[0], q.shape[1], K)
+    shape = (*q.shape[:-1], K)
     return q.new_empty(shape), q.new_empty(shape, dtype=torch.int64)
 
 
@@ -106,7 +144,7 @@ def _save_nearest(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 
 def _nearest_backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
     q, k, index = ctx.saved_tensors
-    return bag(k, index, grad), spread(q, index, grad, k.shape[1]), None, None
+    return bag(k, index, grad), spread(q, index, grad, k.shape[-2]), None, None
 
 
 nearest.register_autograd(_nearest_backward, setup_context=_save_nearest)
@@ -123,22 +161,32 @@ def _flat(index: Tensor, columns: int) -> Tensor:
 
 @torch.library.custom_op("neighbors::bag", mutates_args=(), schema="(Tensor v, Tensor index, Tensor weight) -> Tensor")
 def bag(v: Tensor, index: Tensor, weight: Tensor) -> Tensor:
-    """Weighted sums of neighbors: v (G, M, D), index and weight (G, N, K), to (G, N, D)."""
-    (g, m, d), (_, n, K) = v.shape, index.shape
+    """Weighted sums of neighbors: v (..., M, D), index and weight (..., N, K), to (..., N, D)."""
+    if native.takes(v, weight):
+        out = native.bag(_image(v), _image(index), _image(weight))
+        return out if v.dim() == 4 else out[0].contiguous()
+    m, d, n, K = *v.shape[-2:], *index.shape[-2:]
     table, weights = v.reshape(-1, d), weight.reshape(-1, K)
-    return F.embedding_bag(_flat(index, m), table, mode="sum", per_sample_weights=weights).view(g, n, d)
+    sums: Tensor = F.embedding_bag(_flat(_groups(index), m), table, mode="sum", per_sample_weights=weights)
+    return _rows_first(sums.view(*v.shape[:-2], n, d))
 
 
 @bag.register_fake
 def _(v: Tensor, index: Tensor, weight: Tensor) -> Tensor:
-    return v.new_empty(v.shape[0], index.shape[1], v.shape[2])
+    return _new_rows_first(v, index.shape[-2], v.shape[-1])
 
 
 @torch.library.custom_op(
     "neighbors::spread", mutates_args=(), schema="(Tensor x, Tensor index, Tensor weight, SymInt columns) -> Tensor"
 )
 def spread(x: Tensor, index: Tensor, weight: Tensor, columns: int) -> Tensor:
-    """`bag` transposed: what each column gets from the rows x (G, N, D) that point to it, (G, M, D)."""
+    """`bag` transposed: what each column gets from the rows x (..., N, D) that point to it, (..., M, D)."""
+    if native.takes(x, weight):
+        return _as(native.spread(_image(x), _image(index), _image(weight), columns), x)
+    return _as(_spread(_groups(x), _groups(index), _groups(weight), columns), x)
+
+
+def _spread(x: Tensor, index: Tensor, weight: Tensor, columns: int) -> Tensor:
     (g, n, d), K = x.shape, index.shape[2]
     if columns <= DENSE_SPREAD * K:
         dense = weight.new_zeros(g, n, columns).scatter_add_(2, index, weight)  # (G, N, M)
@@ -152,12 +200,18 @@ def spread(x: Tensor, index: Tensor, weight: Tensor, columns: int) -> Tensor:
 
 @spread.register_fake
 def _(x: Tensor, index: Tensor, weight: Tensor, columns: int) -> Tensor:
-    return x.new_empty(x.shape[0], columns, x.shape[2])
+    return x.new_empty(*x.shape[:-2], columns, x.shape[-1])
 
 
 @torch.library.custom_op("neighbors::pair_dot", mutates_args=(), schema="(Tensor x, Tensor y, Tensor index) -> Tensor")
 def pair_dot(x: Tensor, y: Tensor, index: Tensor) -> Tensor:
-    """Dot products of each row x (G, N, D) with its own list of columns y (G, M, D): (G, N, K)."""
+    """Dot products of each row x (..., N, D) with its own list of columns y (..., M, D): (..., N, K)."""
+    if native.takes(x, y):
+        return native.pair_dot(_image(x), _image(y), _image(index)).view(index.shape)
+    return _as(_pair_dot(_groups(x), _groups(y), _groups(index)), x)
+
+
+def _pair_dot(x: Tensor, y: Tensor, index: Tensor) -> Tensor:
     (_, m, d), K = y.shape, index.shape[2]
     if m <= DENSE_DOT * K:
         return torch.bmm(x, y.transpose(1, 2)).gather(2, index)
@@ -179,7 +233,7 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _bag_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     v, index, weight = ctx.saved_tensors
-    return spread(grad, index, weight, v.shape[1]), None, pair_dot(grad, v, index)
+    return spread(grad, index, weight, v.shape[-2]), None, pair_dot(grad, v, index)
 
 
 def _spread_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -189,7 +243,7 @@ def _spread_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 def _pair_dot_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     x, y, index = ctx.saved_tensors
-    return bag(y, index, grad), spread(x, index, grad, y.shape[1]), None
+    return bag(y, index, grad), spread(x, index, grad, y.shape[-2]), None
 
 
 bag.register_autograd(_bag_backward, setup_context=_save_inputs)
@@ -202,7 +256,14 @@ pair_dot.register_autograd(_pair_dot_backward, setup_context=_save_inputs)
 
 @torch.library.custom_op("neighbors::rank_conv", mutates_args=(), schema="(Tensor v, Tensor index, Tensor weight, Tensor kernel) -> Tensor")
 def rank_conv(v: Tensor, index: Tensor, weight: Tensor, kernel: Tensor) -> Tensor:
-    """sum_r kernel[r] (weight[n, r] v[index[n, r]]): kernel (K, D) a factor a channel, or (K, E, D) a matrix; (G, N, E)."""
+    """sum_r kernel[r] (weight[n, r] v[index[n, r]]): kernel (K, D) a factor a channel, or (K, E, D) a matrix; (..., N, E)."""
+    if kernel.dim() == 2 and native.takes(v, weight, kernel):
+        out = native.bag(_image(v), _image(index), _image(weight), kernel)
+        return out if v.dim() == 4 else out[0].contiguous()
+    return _rows_first(_as(_rank_conv(_groups(v), _groups(index), _groups(weight), kernel), v))
+
+
+def _rank_conv(v: Tensor, index: Tensor, weight: Tensor, kernel: Tensor) -> Tensor:
     (g, m, d), (_, n, K) = v.shape, index.shape
     table, flat, weights = v.reshape(-1, d), _flat(index, m), weight.reshape(-1, K, 1)
     out = v.new_zeros(g * n, kernel.shape[1])
@@ -224,7 +285,7 @@ def rank_conv(v: Tensor, index: Tensor, weight: Tensor, kernel: Tensor) -> Tenso
 
 @rank_conv.register_fake
 def _(v: Tensor, index: Tensor, weight: Tensor, kernel: Tensor) -> Tensor:
-    return v.new_empty(v.shape[0], index.shape[1], kernel.shape[1])
+    return _new_rows_first(v, index.shape[-2], kernel.shape[1])
 
 
 @torch.library.custom_op(
@@ -234,6 +295,15 @@ def _(v: Tensor, index: Tensor, weight: Tensor, kernel: Tensor) -> Tensor:
 )
 def rank_conv_backward(grad: Tensor, v: Tensor, index: Tensor, weight: Tensor, kernel: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients in v, weight and kernel; the neighbors are gathered again, a rank at a time."""
+    if kernel.dim() == 2 and native.takes(grad, v, weight, kernel):
+        g, x, i, w = (_image(t) for t in (grad, v, index, weight))
+        d_v, d_weight = native.spread(g, i, w, v.shape[-2], kernel), native.pair_dot(g, x, i, kernel)
+        return _as(d_v, v), d_weight.view(weight.shape), native.factor_gradient(g, x, i, w)
+    d_v, d_weight, d_kernel = _rank_conv_gradients(_groups(grad), _groups(v), _groups(index), _groups(weight), kernel)
+    return d_v.view(v.shape), d_weight.view(weight.shape), d_kernel
+
+
+def _rank_conv_gradients(grad: Tensor, v: Tensor, index: Tensor, weight: Tensor, kernel: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     (_, m, d), (_, _, K) = v.shape, index.shape
     table, ranks, weights = v.reshape(-1, d), _flat(index, m).t().contiguous(), weight.reshape(-1, K).t().contiguous()
     grad = grad.reshape(-1, grad.shape[2])  # (G * N, E)
@@ -277,23 +347,23 @@ for _op in (nearest, bag, spread, pair_dot, rank_conv, rank_conv_backward):
 
 @register_flop_formula(torch.ops.neighbors.nearest)
 def _nearest_flops(q: Any, k: Any, *_: Any, **__: Any) -> int:
-    return 2 * q[0] * q[1] * q[2] * k[1]
+    return 2 * math.prod(q) * k[-2]
 
 
 @register_flop_formula([torch.ops.neighbors.bag, torch.ops.neighbors.spread])
 def _bag_flops(v: Any, index: Any, *_: Any, **__: Any) -> int:
-    return 2 * index[0] * index[1] * index[2] * v[2]
+    return 2 * math.prod(index) * v[-1]
 
 
 @register_flop_formula(torch.ops.neighbors.pair_dot)
 def _pair_dot_flops(x: Any, y: Any, index: Any, **_: Any) -> int:
-    return 2 * index[0] * index[1] * index[2] * x[2]
+    return 2 * math.prod(index) * x[-1]
 
 
 @register_flop_formula(torch.ops.neighbors.rank_conv)
 def _rank_conv_flops(v: Any, index: Any, weight: Any, kernel: Any, **_: Any) -> int:
-    per_neighbor = 3 * v[2] if len(kernel) == 2 else v[2] + 2 * kernel[1] * kernel[2]
-    return index[0] * index[1] * index[2] * per_neighbor
+    per_neighbor = 3 * v[-1] if len(kernel) == 2 else v[-1] + 2 * kernel[1] * kernel[2]
+    return math.prod(index) * per_neighbor
 
 
 @register_flop_formula(torch.ops.neighbors.rank_conv_backward)

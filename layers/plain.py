@@ -1,6 +1,6 @@
 """What kernels.py computes, in torch's ordinary operators: for graphs that leave the toolkit (`export`), where nobody knows ours.
 
-The same numbers but for rounding, and but for equal scores, whose order `topk` does not promise. More memory: (G, N, K, D) at once.
+The same numbers but for rounding, and but for equal scores, whose order `topk` does not promise. More memory: (B, H, N, K, D) at once.
 """
 
 from __future__ import annotations
@@ -17,37 +17,38 @@ from layers import kernels
 
 
 def nearest(q: Tensor, k: Tensor, K: int, own: Tensor | None) -> tuple[Tensor, Tensor]:
-    scores = q @ k.transpose(1, 2)  # (G, N, M)
+    scores = q @ k.transpose(-1, -2)  # (B, H, N, M)
     if own is not None:
-        scores = scores.masked_fill(torch.arange(q.shape[1], device=q.device)[:, None] == own[None], -torch.inf)
+        scores = scores.masked_fill(torch.arange(q.shape[-2], device=q.device)[:, None] == own[None], -torch.inf)
     score, index = scores.topk(K, dim=-1)
     return score, index
 
 
 def _neighbors(v: Tensor, index: Tensor) -> Tensor:
-    """(G, N, K, D)"""
-    (groups, rows, K), dim = index.shape, v.shape[2]
-    return v.gather(1, index.reshape(groups, rows * K, 1).expand(-1, -1, dim)).reshape(groups, rows, K, dim)
+    """(B, H, N, K, D)"""
+    batch, heads, rows, K = index.shape
+    wanted = index.reshape(batch, heads, rows * K, 1).expand(-1, -1, -1, v.shape[3])
+    return v.gather(2, wanted).reshape(batch, heads, rows, K, v.shape[3])
 
 
 def bag(v: Tensor, index: Tensor, weight: Tensor) -> Tensor:
-    return (_neighbors(v, index) * weight[..., None]).sum(2)
+    return (_neighbors(v, index) * weight[..., None]).sum(-2)
 
 
 def spread(x: Tensor, index: Tensor, weight: Tensor, columns: int) -> Tensor:
-    dense = weight.new_zeros(*index.shape[:2], columns).scatter_add(2, index, weight)  # (G, N, M)
-    return dense.transpose(1, 2) @ x
+    dense = weight.new_zeros(*index.shape[:-1], columns).scatter_add(-1, index, weight)  # (B, H, N, M)
+    return dense.transpose(-1, -2) @ x
 
 
 def pair_dot(x: Tensor, y: Tensor, index: Tensor) -> Tensor:
-    return (x @ y.transpose(1, 2)).gather(2, index)
+    return (x @ y.transpose(-1, -2)).gather(-1, index)
 
 
 def rank_conv(v: Tensor, index: Tensor, weight: Tensor, kernel: Tensor) -> Tensor:
-    laid_out = _neighbors(v, index) * weight[..., None]  # (G, N, K, D)
+    laid_out = _neighbors(v, index) * weight[..., None]  # (B, H, N, K, D)
     if kernel.dim() == 2:
-        return (laid_out * kernel).sum(2)
-    return laid_out.flatten(2) @ kernel.transpose(1, 2).flatten(0, 1)  # (K * D, E)
+        return (laid_out * kernel).sum(-2)
+    return laid_out.flatten(-2) @ kernel.transpose(1, 2).flatten(0, 1)  # (K * D, E)
 
 
 def up_to(ordered: Tensor, values: Tensor) -> Tensor:

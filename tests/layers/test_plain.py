@@ -9,17 +9,17 @@ import torch.nn.functional as F
 from layers import LAYERS, build, kernels, plain
 
 torch.manual_seed(0)
-G, N, M, D, E, K = 3, 5, 11, 7, 2, 4
+B, H, N, M, D, E, K = 2, 3, 5, 11, 7, 2, 4
 
 
 @pytest.fixture
 def index() -> torch.Tensor:
-    return torch.rand(G, N, M, generator=torch.Generator().manual_seed(1)).argsort(2)[..., :K]
+    return torch.rand(B, H, N, M, generator=torch.Generator().manual_seed(1)).argsort(-1)[..., :K]
 
 
 @pytest.mark.parametrize("kernel", [(K, D), (K, E, D)])
 def test_sums_and_products(kernel: tuple[int, ...], index: torch.Tensor) -> None:
-    v, x, weight, factors = torch.randn(G, M, D), torch.randn(G, N, D), torch.randn(G, N, K), torch.randn(kernel)
+    v, x, weight, factors = torch.randn(B, H, M, D), torch.randn(B, H, N, D), torch.randn(B, H, N, K), torch.randn(kernel)
     close = torch.testing.assert_close
     close(plain.bag(v, index, weight), kernels.bag(v, index, weight))
     close(plain.spread(x, index, weight, M), kernels.spread(x, index, weight, M))
@@ -28,7 +28,7 @@ def test_sums_and_products(kernel: tuple[int, ...], index: torch.Tensor) -> None
 
 
 def test_selection() -> None:
-    q, k = torch.randn(G, N, D), torch.randn(G, M, D)
+    q, k = torch.randn(B, H, N, D), torch.randn(B, H, M, D)
     for own in (None, torch.tensor([4, 2, 0, *[N] * (M - 3)])):
         for found, wanted in zip(plain.nearest(q, k, K, own), kernels.nearest(q, k, K, own), strict=True):
             torch.testing.assert_close(found, wanted)

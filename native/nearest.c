@@ -1,0 +1,348 @@
+// Lists of neighbors on a CPU: which K columns have the largest dot products with a row, and sums over such lists.
+//
+// A group is one head of one image: N rows (queries), M columns (keys, values), D channels, float32. Scores are made a few rows at a time
+// in registers and selected from while they are in the cache; no N x M and no N x K x D numbers are ever stored.
+// Vectors are those of GCC and Clang, for any processor. Python hands over memory of the right sizes, and checks them (native/__init__.py).
+#include <stdint.h>
+#include <stdlib.h>
+
+#if defined(__AVX512F__)
+enum { W = 16, R = 8, C = 3 };  // floats in a vector; a tile of scores is R rows x C vectors, all of whose sums stay in registers
+#elif defined(__AVX__)
+enum { W = 8, R = 4, C = 3 };
+#else
+enum { W = 4, R = 4, C = 3 };
+#endif
+
+typedef float vec __attribute__((vector_size(4 * W)));
+typedef int32_t ivec __attribute__((vector_size(4 * W)));
+typedef float vec_at __attribute__((vector_size(4 * W), aligned(4), may_alias));  // at any address
+typedef int32_t ivec_at __attribute__((vector_size(4 * W), aligned(4), may_alias));
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE vec load(const float *p) { return *(const vec_at *)p; }
+INLINE void store(float *p, vec x) { *(vec_at *)p = x; }
+INLINE ivec keys_at(const int32_t *p) { return *(const ivec_at *)p; }
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t whole(int64_t n) { return (n + W - 1) / W * W; }  // the next multiple of a vector
+INLINE ivec larger(ivec x, ivec y) { ivec first = x > y; return (first & x) | (~first & y); }
+
+INLINE ivec lanes(void) {
+  ivec x;
+  for (int l = 0; l < W; l++) x[l] = l;
+  return x;
+}
+
+// Half of the work each time: lane l meets lane l ^ step.
+#define FOLD(x, operation)                                   \
+  _Pragma("GCC unroll 4") for (int step = W / 2; step; step /= 2) { \
+    __typeof__(x) other;                                     \
+    _Pragma("GCC unroll 16") for (int l = 0; l < W; l++) other[l] = x[l ^ step]; \
+    x = operation;                                           \
+  }
+INLINE float sum(vec x) {
+  FOLD(x, x + other)
+  return x[0];
+}
+INLINE int32_t largest(ivec x) {
+  FOLD(x, larger(x, other))
+  return x[0];
+}
+INLINE uint32_t any_bit(ivec x) {
+  FOLD(x, (x | other))
+  return (uint32_t)x[0];
+}
+
+// ---------------------------------------------------------------- what a call is handed, and who works on which part
+
+typedef struct {
+  float *data;
+  int64_t image, head, row;  // floats from one to the next; channels lie side by side
+} View;                      // (B, H, rows, D)
+
+typedef struct {
+  View rows, columns, out;  // what belongs to the N rows, to the M columns, and what is made of them
+  const int64_t *index;     // (B H, N, K): which columns
+  const float *weight;      // (B H, N, K)
+  const float *factor;      // (K, D) for each rank and channel, or none: 1
+  const int64_t *own;       // (N): the column that is the row itself, which it must not select, or -1; or none
+  float *score;             // (B H, N, K), written
+  int64_t *chosen;          // (B H, N, K), written
+  int64_t B, H, N, M, D, K, threads;
+} Call;
+
+typedef int Work(const Call *, int64_t group, int64_t first, int64_t last, float *scratch);
+
+// Calls `work` for each group and for `total` rows (or channels), in pieces that depend on nothing but sizes. A thread takes whole images
+// where there are enough of them: heads of one image share lines of the cache. Where groups are few, each is cut in parts of `unit`s.
+static int64_t shared(Work *work, const Call *c, int64_t total, int64_t unit, int64_t scratch) {
+  int64_t groups = c->B * c->H, together = c->B >= c->threads ? c->H : 1, units = (total + unit - 1) / unit;
+  int64_t parts = least(groups >= c->threads ? 1 : (c->threads + groups - 1) / groups, units), pieces = groups / together * parts;
+  int64_t wrong = 0;
+#pragma omp parallel num_threads(c->threads) if (c->threads > 1) reduction(+ : wrong)
+  {
+    float *own = malloc((scratch + 16) * sizeof(float));
+    wrong += own == NULL;
+#pragma omp for schedule(dynamic)
+    for (int64_t p = 0; p < pieces; p++) {
+      int64_t part = p % parts, first = units * part / parts * unit, last = least(units * (part + 1) / parts * unit, total);
+      for (int64_t g = p / parts * together; own && g < (p / parts + 1) * together; g++) wrong += work(c, g, first, last, own);
+    }
+    free(own);
+  }
+  return wrong;
+}
+
+INLINE float *group(View x, const Call *c, int64_t g) { return x.data + g / c->H * x.image + g % c->H * x.head; }
+
+// Whether a row's list points outside of the columns.
+INLINE int outside(const int64_t *index, int64_t K, int64_t M) {
+  int bad = 0;
+  for (int64_t r = 0; r < K; r++) bad |= (uint64_t)index[r] >= (uint64_t)M;
+  return bad;
+}
+
+// ---------------------------------------------------------------- scores
+
+// Columns to panels of C vectors of columns (the last one narrower), each panel (D, width): what a tile reads lies side by side.
+static void pack(float *panel, const float *x, int64_t row, int64_t M, int64_t D) {
+  for (int64_t j = 0; j < whole(M); j += C * W) {
+    int64_t width = least(C * W, whole(M) - j);
+    float *to = panel + j * D;
+    for (int64_t c = 0; c < width; c += 4) {  // four columns at once, the last one again where there are fewer
+      const float *from[4];
+      for (int i = 0; i < 4; i++) from[i] = x + least(j + c + i, M - 1) * row;
+      for (int64_t d = 0; d < D; d++)
+        for (int i = 0; i < 4; i++) to[d * width + c + i] = from[i][d];
+    }
+  }
+}
+
+INLINE void tile(int vectors, float *s, int64_t ld, const float *panel, const float *const *row, int64_t D) {
+  vec total[R][C];
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < vectors; v++) total[r][v] = (vec){0};
+  for (int64_t d = 0; d < D; d++)
+    for (int r = 0; r < R; r++)
+      for (int v = 0; v < vectors; v++) total[r][v] += row[r][d] * load(panel + (d * vectors + v) * W);
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < vectors; v++) store(s + r * ld + v * W, total[r][v]);
+}
+
+// Dot products of R rows with all columns: s[r][j].
+static void scores(float *s, const float *panel, const float *const *row, int64_t M, int64_t D) {
+  int64_t ld = whole(M);
+  for (int64_t j = 0; j < ld; j += C * W) {
+    switch (least(C, (ld - j) / W)) {
+      case 1: tile(1, s + j, ld, panel + j * D, row, D); break;
+      case 2: tile(2, s + j, ld, panel + j * D, row, D); break;
+      default: tile(C, s + j, ld, panel + j * D, row, D);
+    }
+  }
+}
+
+// ---------------------------------------------------------------- the K best of a row
+
+// Floats to whole numbers of the same order, in place (and back: it is its own inverse). Numbers that are none come out above infinity.
+INLINE ivec ordered(ivec bits) { return bits ^ (bits >> 31 & 0x7FFFFFFF); }
+
+// A key that at least K of the columns reach, and few others. Columns are dealt to whole(K) lanes; the K-th largest of the lanes' maxima
+// is reached by K lanes at least. `lane` has room for whole(K) keys.
+static int32_t bound(const int32_t *key, int64_t ld, int64_t K, int32_t *lane) {
+  int64_t count = whole(K);
+  for (int64_t l = 0; l < count; l += W) {
+    ivec top = keys_at(key + l);
+    for (int64_t j = l + count; j < ld; j += count) top = larger(top, keys_at(key + j));
+    *(ivec_at *)(lane + l) = top;
+  }
+  ivec reached = (ivec){0} + INT32_MIN;
+  for (int64_t l = 0; l < count; l += W) {
+    ivec x = keys_at(lane + l), as_large = {0};
+    for (int64_t j = 0; j < count; j++) as_large -= lane[j] >= x;  // true is -1
+    ivec enough = as_large >= (int32_t)K;
+    reached = larger(reached, (enough & x) | (~enough & INT32_MIN));
+  }
+  return largest(reached);
+}
+
+// Columns whose key is at least `least_key`, in their order; how many. No branch hangs on a key: one in six would be guessed wrong.
+static int64_t reaching(const int32_t *key, int64_t ld, int32_t least_key, int32_t *column, uint64_t *word) {
+  int64_t count = 0, words = 0;
+  for (int64_t j = 0; j < ld; j += 32) {  // 32 columns are a word: the first one's number, and a bit for each that reaches it
+    ivec found = {0};
+    for (int64_t i = 0; i < 32 && j + i < ld; i += W) found |= (keys_at(key + j + i) >= least_key) & (1 << (lanes() + (int32_t)i));
+    uint32_t bits = any_bit(found);
+    word[words] = (uint64_t)j << 32 | bits;
+    words += bits != 0;
+    count += __builtin_popcount(bits);
+  }
+  for (int64_t i = 0, w = 0; i < count; i++) {
+    column[i] = (int32_t)(word[w] >> 32) + __builtin_ctz((uint32_t)word[w]);
+    word[w] &= word[w] - 1;
+    w += (uint32_t)word[w] == 0;
+  }
+  return count;
+}
+
+// The K best of `count` columns, best first and equals in their order: `best` and its keys. `x` has room for whole(count) keys.
+static void rank(const int32_t *key, const int32_t *column, int64_t count, int64_t K, int32_t *x, int32_t *best, int32_t *best_key) {
+  if (count > 2 * K + 4 * W) {  // many are equal: into a short list, one after the other
+    int64_t have = 0;
+    for (int64_t i = 0; i < count; i++) {
+      int32_t y = key[column[i]];
+      if (have == K && y <= best_key[K - 1]) continue;
+      int64_t p = have < K ? have++ : K - 1;
+      for (; p && best_key[p - 1] < y; p--) best_key[p] = best_key[p - 1], best[p] = best[p - 1];
+      best_key[p] = y, best[p] = column[i];
+    }
+    return;
+  }
+  for (int64_t i = 0; i < count; i++) x[i] = key[column[i]];
+  for (int64_t i = count; i < whole(count); i++) x[i] = INT32_MIN;
+  for (int64_t i = 0; i < count; i += W) {  // the place of each: how many are larger, or equal and before it
+    ivec y = keys_at(x + i), me = lanes() + (int32_t)i, place = {0};
+    for (int64_t j = 0; j < count; j++) place -= (x[j] > y) | ((x[j] == y) & ((int32_t)j < me));
+    for (int64_t l = 0; l < least(W, count - i); l++) best[place[l]] = column[i + l], best_key[place[l]] = x[i + l];
+  }
+}
+
+static int nearest_rows(const Call *c, int64_t g, int64_t first, int64_t last, float *scratch) {
+  int64_t M = c->M, D = c->D, K = c->K, ld = whole(M);
+  float *panel = scratch, *s = panel + ld * D;
+  int32_t *x = (int32_t *)(s + R * ld), *column = x + ld, *best = column + ld, *best_key = best + ld, *lane = best_key + ld;
+  uint64_t *word = (uint64_t *)(((uintptr_t)(lane + whole(K)) + 7) & ~(uintptr_t)7);
+  const float *rows = group(c->rows, c, g), *at[R];
+  pack(panel, group(c->columns, c, g), c->columns.row, M, D);
+  for (int64_t n = first; n < last; n += R) {
+    for (int r = 0; r < R; r++) at[r] = rows + least(n + r, last - 1) * c->rows.row;
+    scores(s, panel, at, M, D);
+    for (int64_t r = 0; r < R && n + r < last; r++) {
+      int32_t *key = (int32_t *)(s + r * ld);
+      for (int64_t j = 0; j < ld; j += W) *(ivec_at *)(key + j) = ordered(keys_at(key + j));
+      for (int64_t j = M; j < ld; j++) key[j] = INT32_MIN;  // no column; and after all that are
+      if (c->own && c->own[n + r] >= 0) key[c->own[n + r]] = (int32_t)0xFF800000 ^ 0x7FFFFFFF;  // minus infinity
+      rank(key, column, reaching(key, ld, bound(key, ld, K, lane), column, word), K, x, best, best_key);
+      int64_t to = (g * c->N + n + r) * K;
+      for (int64_t i = 0; i < K; i++) {
+        int32_t bits = best_key[i] ^ (best_key[i] >> 31 & 0x7FFFFFFF);
+        __builtin_memcpy(c->score + to + i, &bits, 4);
+        c->chosen[to + i] = best[i];
+      }
+    }
+  }
+  return 0;
+}
+
+// ---------------------------------------------------------------- sums over neighbors
+
+// out[n] = sum over r of weight[n, r] factor[r] columns[index[n, r]], `vectors` vectors of channels from channel d on.
+INLINE void gather(int vectors, const Call *c, float *out, const float *columns, const int64_t *index, const float *weight, int64_t d) {
+  vec total[4];
+  for (int v = 0; v < vectors; v++) total[v] = (vec){0};
+  for (int64_t r = 0; r < c->K; r++) {
+    const float *from = columns + index[r] * c->columns.row + d;
+    for (int v = 0; v < vectors; v++) {
+      vec w = (vec){0} + weight[r];
+      if (c->factor) w *= load(c->factor + r * c->D + d + v * W);
+      total[v] += w * load(from + v * W);
+    }
+  }
+  for (int v = 0; v < vectors; v++) store(out + d + v * W, total[v]);
+}
+
+static int bag_rows(const Call *c, int64_t g, int64_t first, int64_t last, float *scratch) {
+  (void)scratch;
+  int64_t D = c->D, K = c->K;
+  const float *columns = group(c->columns, c, g);
+  for (int64_t n = first; n < last; n++) {
+    const int64_t *index = c->index + (g * c->N + n) * K;
+    const float *weight = c->weight + (g * c->N + n) * K;
+    float *out = group(c->out, c, g) + n * c->out.row;
+    if (outside(index, K, c->M)) return 1;
+    int64_t d = 0;
+    for (; d + 4 * W <= D; d += 4 * W) gather(4, c, out, columns, index, weight, d);
+    for (; d + W <= D; d += W) gather(1, c, out, columns, index, weight, d);
+    for (; d < D; d++) {
+      out[d] = 0;
+      for (int64_t r = 0; r < K; r++) out[d] += weight[r] * (c->factor ? c->factor[r * D + d] : 1) * columns[index[r] * c->columns.row + d];
+    }
+  }
+  return 0;
+}
+
+// out[index[n, r]] += weight[n, r] factor[r] rows[n], for channels first to last. `out` holds zeros before.
+static int spread_channels(const Call *c, int64_t g, int64_t first, int64_t last, float *scratch) {
+  (void)scratch;
+  int64_t D = c->D, K = c->K;
+  for (int64_t n = 0; n < c->N; n++) {
+    const int64_t *index = c->index + (g * c->N + n) * K;
+    const float *weight = c->weight + (g * c->N + n) * K, *row = group(c->rows, c, g) + n * c->rows.row;
+    if (outside(index, K, c->M)) return 1;
+    for (int64_t r = 0; r < K; r++) {
+      float *to = group(c->out, c, g) + index[r] * c->out.row;
+      const float *factor = c->factor ? c->factor + r * D : NULL;
+      int64_t d = first;
+      for (; d + W <= last; d += W) {
+        vec w = (vec){0} + weight[r];
+        if (factor) w *= load(factor + d);
+        store(to + d, load(to + d) + w * load(row + d));
+      }
+      for (; d < last; d++) to[d] += weight[r] * (factor ? factor[d] : 1) * row[d];
+    }
+  }
+  return 0;
+}
+
+// score[n, r] = sum over channels of rows[n] factor[r] columns[index[n, r]].
+static int dot_rows(const Call *c, int64_t g, int64_t first, int64_t last, float *scratch) {
+  (void)scratch;
+  int64_t D = c->D, K = c->K;
+  const float *columns = group(c->columns, c, g);
+  for (int64_t n = first; n < last; n++) {
+    const int64_t *index = c->index + (g * c->N + n) * K;
+    const float *row = group(c->rows, c, g) + n * c->rows.row;
+    if (outside(index, K, c->M)) return 1;
+    for (int64_t r = 0; r < K; r++) {
+      const float *from = columns + index[r] * c->columns.row, *factor = c->factor ? c->factor + r * D : NULL;
+      vec total = {0};
+      int64_t d = 0;
+      for (; d + W <= D; d += W) total += (factor ? load(factor + d) * load(row + d) : load(row + d)) * load(from + d);
+      float rest = 0;
+      for (; d < D; d++) rest += row[d] * (factor ? factor[d] : 1) * from[d];
+      c->score[(g * c->N + n) * K + r] = sum(total) + rest;
+    }
+  }
+  return 0;
+}
+
+// score[g, r] (B H, K, D) = sum over rows n of weight[n, r] rows[n] columns[index[n, r]], for channels first to last. It holds zeros before.
+// One for each group, to be added up in their order: not one a thread, whose sums would depend on who took which group.
+static int factor_channels(const Call *c, int64_t g, int64_t first, int64_t last, float *scratch) {
+  (void)scratch;
+  int64_t D = c->D, K = c->K;
+  const float *columns = group(c->columns, c, g);
+  for (int64_t n = 0; n < c->N; n++) {
+    const int64_t *index = c->index + (g * c->N + n) * K;
+    const float *weight = c->weight + (g * c->N + n) * K, *row = group(c->rows, c, g) + n * c->rows.row;
+    if (outside(index, K, c->M)) return 1;
+    for (int64_t r = 0; r < K; r++) {
+      const float *from = columns + index[r] * c->columns.row;
+      float *to = c->score + (g * K + r) * D;
+      int64_t d = first;
+      for (; d + W <= last; d += W) store(to + d, load(to + d) + weight[r] * load(row + d) * load(from + d));
+      for (; d < last; d++) to[d] += weight[r] * row[d] * from[d];
+    }
+  }
+  return 0;
+}
+
+// ---------------------------------------------------------------- what Python calls: 0, or how many pieces of work failed
+
+int64_t neighbors_nearest(const Call *c) {
+  int64_t ld = whole(c->M);
+  return shared(nearest_rows, c, c->N, R, ld * (c->D + R + 4) + whole(c->K) + ld / 16 * 2 + 64);
+}
+int64_t neighbors_bag(const Call *c) { return shared(bag_rows, c, c->N, 1, 0); }
+int64_t neighbors_pair_dot(const Call *c) { return shared(dot_rows, c, c->N, 1, 0); }
+int64_t neighbors_spread(const Call *c) { return shared(spread_channels, c, c->D, W, 0); }
+int64_t neighbors_factor_gradient(const Call *c) { return shared(factor_channels, c, c->D, W, 0); }

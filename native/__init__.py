@@ -182,7 +182,7 @@ def bag(v: Tensor, index: Tensor, weight: Tensor, factor: Tensor | None = None) 
 def spread(x: Tensor, index: Tensor, weight: Tensor, columns: int, factor: Tensor | None = None) -> Tensor:
     """out[index[n, r]] += weight[n, r] factor[r] x[n]: (B, H, columns, D)."""
     B, H, _, D = x.shape
-    out = x.new_zeros(B, columns, H, D).transpose(1, 2)
+    out = x.new_zeros(B, H, columns, D)
     call("spread", rows=x, out=out, index=index, weight=weight, factor=factor)
     return out
 

@@ -1,0 +1,115 @@
+"""Compiling: where compiled code is kept, and what happens where there is no compiler."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import native
+
+ROOT = Path(__file__).parent.parent.parent
+needs_compiler = pytest.mark.skipif(not native.available(), reason="no C compiler here")
+
+
+@pytest.fixture
+def anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A cache of its own, and nothing loaded yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(native.SWITCH, raising=False)
+    native.library.cache_clear()
+    yield tmp_path / "cache" / "neighbor-attention"
+    native.library.cache_clear()
+
+
+@needs_compiler
+def test_it_is_compiled_once_into_a_folder_of_the_user(anew: Path) -> None:
+    first = native.built()
+    assert first.parent == anew
+    assert anew.stat().st_mode & 0o777 == 0o700
+    before = first.stat().st_mtime_ns
+    assert native.built() == first
+    assert first.stat().st_mtime_ns == before
+    assert [f.name for f in anew.iterdir()] == [first.name]  # no temporary file is left
+
+
+@needs_compiler
+def test_another_source_compiler_or_processor_is_another_file(anew: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    names = {native.built().name}
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "processor", lambda: "flags: another")
+        names.add(native.built().name)
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "version_of", lambda _: "cc 99")
+        names.add(native.built().name)
+    source = tmp_path / "nearest.c"
+    source.write_text(native.SOURCE.read_text() + "\n// changed\n")
+    monkeypatch.setattr(native, "SOURCE", source)
+    names.add(native.built().name)
+    assert len(names) == 4
+
+
+@needs_compiler
+def test_what_others_may_write_is_not_loaded(anew: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = native.built()
+    path.chmod(0o722)
+    assert not native.available()
+    assert f"kernels: torch ({path} may be written by others)" in capsys.readouterr().err
+    path.chmod(0o700)
+    anew.chmod(0o777)
+    native.library.cache_clear()
+    assert not native.available()
+    assert f"kernels: torch ({anew} may be written by others)" in capsys.readouterr().err
+
+
+def test_a_symlink_is_no_folder_of_ours(anew: Path, tmp_path: Path) -> None:
+    anew.parent.mkdir()
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    anew.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(native.Unbuilt, match=r"may be written by others|no C compiler"):
+        native.built()
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_without_a_compiler_it_is_said_once(anew: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(native, "COMPILERS", ("no-such-compiler",))
+    assert not native.available()
+    assert not native.available()
+    assert capsys.readouterr().err.count("kernels: torch (no C compiler found") == 1
+
+
+def test_a_compiler_that_fails_is_said_with_its_last_word(anew: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "cc"
+    broken.write_text("#!/bin/sh\necho 'cannot compile' >&2\nexit 1\n")
+    broken.chmod(0o700)
+    monkeypatch.setattr(native, "COMPILERS", (str(broken),))
+    with pytest.raises(native.Unbuilt, match="cc failed: cannot compile"):
+        native.built()
+    assert not list(anew.iterdir())
+
+
+def test_it_is_switched_off_by_hand(anew: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv(native.SWITCH, "0")
+    assert not native.available()
+    assert "kernels: torch (NEIGHBORS_NATIVE=0)" in capsys.readouterr().err
+
+
+@needs_compiler
+def test_a_forked_child_computes_too(tmp_path: Path) -> None:
+    """With one thread, as DataLoader workers and forked runs have it."""
+    script = (
+        "import os, torch, native\n"
+        "torch.set_num_threads(1)\n"
+        "x = torch.randn(2, 3, 17, 8)\n"
+        "first = native.nearest(x, x, 3, None)[1]\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    os._exit(0 if torch.equal(native.nearest(x, x, 3, None)[1], first) else 3)\n"
+        "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run([sys.executable, "-c", script], env=environment, cwd=tmp_path, timeout=120, check=False).returncode == 0

@@ -1,0 +1,181 @@
+"""The C code against float64 brute force, and against what layers/kernels.py computes without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import native
+from layers import kernels
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="no C compiler here")
+
+SIZES = [  # B, H, N, M, D, K
+    (2, 3, 1, 1, 8, 1), (2, 3, 5, 5, 20, 5), (1, 2, 17, 17, 1, 3), (3, 1, 65, 65, 32, 9), (1, 3, 197, 197, 64, 9),
+    (2, 1, 33, 197, 80, 16), (1, 1, 197, 33, 8, 33), (1, 1, 1025, 1025, 20, 33), (5, 3, 7, 65, 64, 1), (1, 2, 3, 101, 13, 64),
+]  # fmt: skip
+
+
+@pytest.fixture(params=[1, 2, 3], ids="{0} threads".format)
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def heads(B: int, H: int, N: int, D: int, seed: int) -> Tensor:
+    """(B, H, N, D) as a projection leaves it: heads side by side, among those of queries and keys."""
+    return random(B, N, 3, H, D, seed=seed).permute(2, 0, 3, 1, 4)[seed % 3]
+
+
+def brute(q: Tensor, k: Tensor, K: int) -> tuple[Tensor, Tensor]:
+    """Best first, equals by column."""
+    scores = q.double() @ k.double().transpose(2, 3)
+    best = scores.sort(dim=-1, descending=True, stable=True)
+    return best.values[..., :K], best.indices[..., :K]
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_selection(size: tuple[int, ...], threads: int) -> None:
+    B, H, N, M, D, K = size
+    q, k = heads(B, H, N, D, 0), heads(B, H, M, D, 1)
+    score, index = native.nearest(q, k, K, None)
+    wanted, _ = brute(q, k, K)
+    torch.testing.assert_close(score.double(), wanted, atol=1e-5, rtol=1e-5)
+    # In float32 two scores may change places; those that are listed are what they say, and each column is there once.
+    torch.testing.assert_close((q.double() @ k.double().transpose(2, 3)).gather(3, index), wanted, atol=1e-5, rtol=1e-5)
+    assert (index.sort(-1).values.diff(dim=-1) > 0).all()
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_sums_over_neighbors(size: tuple[int, ...]) -> None:
+    B, H, N, M, D, K = size
+    x, y, weight, factor = heads(B, H, N, D, 0), heads(B, H, M, D, 1), random(B, H, N, K, seed=2), random(K, D, seed=3)
+    index = torch.randint(M, (B, H, N, K), generator=torch.Generator().manual_seed(4))
+    of_list = y.double().gather(2, index.flatten(2)[..., None].expand(-1, -1, -1, D)).view(B, H, N, K, D)
+    for f in (None, factor):
+        by_rank = weight.double()[..., None] * (1 if f is None else f.double())  # (B, H, N, K, D or 1)
+        assert_near(native.bag(y, index, weight, f), (by_rank * of_list).sum(3))
+        dots = (x.double()[..., None, :] * (1 if f is None else f.double()) * of_list).sum(4)
+        assert_near(native.pair_dot(x, y, index, f), dots)
+        onto = torch.zeros(B, H, M, D).double()
+        sent = (by_rank * x.double()[..., None, :]).expand(-1, -1, -1, -1, D)
+        onto.scatter_add_(2, index.flatten(2)[..., None].expand(-1, -1, -1, D), sent.reshape(B, H, N * K, D))
+        assert_near(native.spread(x, index, weight, M, f), onto)
+    gradient = (weight.double()[..., None] * x.double()[..., None, :] * of_list).sum((0, 1, 2))
+    assert_near(native.factor_gradient(x, y, index, weight), gradient)
+
+
+def assert_near(found: Tensor, wanted: Tensor) -> None:
+    scale = float(wanted.abs().max()) + 1
+    torch.testing.assert_close(found.double(), wanted, atol=2e-5 * scale, rtol=0)
+
+
+def test_whatever_the_number_of_threads_the_numbers_are_the_same() -> None:
+    before = torch.get_num_threads()
+    found = []
+    for count in (1, 2, 5):
+        torch.set_num_threads(count)
+        q, k, v = (heads(2, 3, 29, 20, seed).clone().requires_grad_() for seed in range(3))
+        factor = random(7, 20, seed=3).requires_grad_()
+        score, index = kernels.nearest(q, k, 7, None)
+        kernels.rank_conv(v, index, score.softmax(-1), factor).square().sum().backward()
+        found.append([score, index, *(t.grad for t in (q, k, v, factor))])
+    torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_equal_scores_go_by_column_and_what_is_no_number_comes_as_without() -> None:
+    """As in kernels.top_columns: NaN above infinity. A score of -0 is a sum, 0 + -0 = 0."""
+    rows = torch.tensor([[1.0, 3, 1, 3, 3], [-torch.inf, 2, 2, torch.inf, 0], [torch.nan, 1, 2, torch.nan, 9], [0.0, -0.0, 0.0, -1, -0.0]])
+    k = rows.t().reshape(1, 1, 5, 4).contiguous()  # channel n of the columns has the scores of case n
+    wanted = [[1, 3, 4], [3, 1, 2], [0, 3, 4], [0, 1, 2]]
+    for n, of_row in enumerate(wanted):
+        one = k[..., n : n + 1].contiguous()
+        assert native.nearest(torch.ones(1, 1, 1, 1), one, 3, None)[1].flatten().tolist() == of_row
+    many = torch.ones(1, 1, 1025, 1)
+    assert native.nearest(many[:, :, :2], many, 9, None)[1][0, 0].tolist() == [list(range(9))] * 2
+
+
+def test_a_row_leaves_itself_out() -> None:
+    q, k = heads(2, 2, 11, 8, 0), heads(2, 2, 3, 8, 1)
+    own = torch.tensor([0, 4, 11])  # the last one is no row
+    score, index = native.nearest(q, k, 3, own)
+    for n in range(11):
+        listed = own[index[:, :, n]]
+        assert (listed[..., :2] != n).all()
+        assert torch.equal(score[:, :, n].isinf(), listed == n)
+
+
+def test_inputs_may_lie_anywhere() -> None:
+    q, k = heads(2, 3, 17, 20, 0), heads(2, 3, 17, 20, 1)
+    for a, b in ((q.contiguous(), k.contiguous()), (q, k[:1].expand(2, -1, -1, -1)), (q.transpose(2, 3).contiguous().transpose(2, 3), k)):
+        plain = kernels._nearest(a.flatten(0, 1).contiguous(), b.flatten(0, 1).contiguous(), 5, None)
+        found = native.nearest(a, b, 5, None)
+        assert torch.equal(found[1].flatten(0, 1), plain[1])
+
+
+@pytest.mark.parametrize("wrong", [-1, 13, 2**40])
+def test_an_index_outside_is_an_error_and_no_crash(wrong: int) -> None:
+    x, y = torch.ones(1, 1, 2, 4), torch.ones(1, 1, 13, 4)
+    index, weight = torch.tensor([[[[0, 1], [2, wrong]]]]), torch.ones(1, 1, 2, 2)
+    for call in (
+        lambda: native.bag(y, index, weight),
+        lambda: native.spread(x, index, weight, 13),
+        lambda: native.pair_dot(x, y, index),
+        lambda: native.factor_gradient(x, y, index, weight),
+    ):
+        with pytest.raises(IndexError, match="outside of the 13 columns"):
+            call()
+
+
+@pytest.mark.parametrize("depthwise", [True, False])
+def test_the_operators_announce_what_they_return_of_images_too(depthwise: bool) -> None:
+    B, H, N, M, D, K, E = 2, 3, 5, 7, 4, 3, 6
+    q, k = heads(B, H, N, D, 0).requires_grad_(), heads(B, H, M, D, 1).requires_grad_()
+    index = torch.randint(M, (B, H, N, K), generator=torch.Generator().manual_seed(4))
+    weight = random(B, H, N, K, seed=2).requires_grad_()
+    kernel = random(*((K, D) if depthwise else (K, E, D)), seed=3).requires_grad_()
+    for op, inputs in [
+        (kernels.nearest, (q, k, K, None)),
+        (kernels.bag, (k, index, weight)),
+        (kernels.spread, (q, index, weight, M)),
+        (kernels.pair_dot, (q, k, index)),
+        (kernels.rank_conv, (k, index, weight, kernel)),
+    ]:
+        torch.library.opcheck(op, inputs, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+
+
+def never(*_: Tensor) -> bool:
+    return False
+
+
+@pytest.mark.parametrize("depthwise", [True, False])
+@pytest.mark.parametrize(("m", "K"), [(13, 4), (197, 9), (1025, 3)])
+def test_with_and_without_it_outputs_and_gradients_are_the_same(
+    m: int, K: int, depthwise: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    D, E = 20, 6
+    found = []
+    for there in (True, False):
+        if not there:
+            monkeypatch.setattr(native, "takes", never)
+        q, k, v = (heads(2, 3, n, D, seed).clone().requires_grad_() for seed, n in ((0, 11), (1, m), (2, m)))
+        kernel = random(*((K, D) if depthwise else (K, E, D)), seed=5).requires_grad_()
+        score, index = kernels.nearest(q, k, K, None)
+        out = kernels.rank_conv(v, index, score.softmax(-1), kernel)
+        together = kernels.bag(v, index, score.softmax(-1)).sum() + kernels.pair_dot(q, k, index).square().mean()
+        (out.square().sum() + together).backward()
+        found.append([score, index, out, *(t.grad for t in (q, k, v, kernel))])
+    for a, b in zip(*found, strict=True):  # score, index, out, and gradients of q, k, v, kernel
+        torch.testing.assert_close(a, b, atol=3e-4, rtol=1e-4)
+        assert a.stride() == b.stride()

@@ -30,7 +30,7 @@ class KvtAttention(TokenMixer):
     def neighbors(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Which K tokens each token reads, best first, and their weights: both (B, H, N, K)."""
         score, index = L.nearest(L.full_precision(q), L.full_precision(k), self.K)
-        return index, (score * self.scale).softmax(-1)
+        return index, L.list_softmax(score, self.scale)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         check_neighbors(self.K, q.shape[2])

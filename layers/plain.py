@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layers import kernels
+from layers import kernels, softmax
 
 
 def nearest(q: Tensor, k: Tensor, K: int, own: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -51,6 +51,10 @@ def rank_conv(v: Tensor, index: Tensor, weight: Tensor, kernel: Tensor) -> Tenso
     return laid_out.flatten(-2) @ kernel.transpose(1, 2).flatten(0, 1)  # (K * D, E)
 
 
+def list_softmax(x: Tensor, scale: float) -> Tensor:
+    return (x * scale).softmax(-1)
+
+
 def up_to(ordered: Tensor, values: Tensor) -> Tensor:
     return (ordered[..., None, :] <= values[..., None]).sum(-1)
 
@@ -67,7 +71,7 @@ def plain_kernels() -> Iterator[None]:
     from local_attention import local_attention
 
     places: list[tuple[Any, Any]] = [(kernels, function) for function in (nearest, bag, spread, pair_dot, rank_conv, up_to)]
-    places += [(local_attention, pad_to_multiple)]
+    places += [(softmax, list_softmax), (local_attention, pad_to_multiple)]
     before = [getattr(module, function.__name__) for module, function in places]
     try:
         for module, function in places:

@@ -75,7 +75,7 @@ class SampledKnnAttention(TokenMixer):
         logits = L.pair_dot(q, k, index) * self.scale
         log_count = torch.zeros(index.shape[-1], dtype=logits.dtype, device=logits.device)
         log_count[self.K :] = math.log(stands_for)
-        return index, (logits + log_count).softmax(-1)
+        return index, L.list_softmax(logits + log_count)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         check_neighbors(self.K, q.shape[2])

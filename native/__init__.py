@@ -29,7 +29,7 @@ COMPILERS = ("cc", "gcc", "clang")
 ALWAYS = ("-std=gnu11", "-O3", "-shared", "-fPIC")
 # The first that the compiler takes. Without OpenMP one thread does all the work.
 OPTIONAL = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ())
-FUNCTIONS = ("nearest", "bag", "pair_dot", "spread", "factor_gradient")
+FUNCTIONS = ("nearest", "bag", "pair_dot", "spread", "factor_gradient", "softmax", "softmax_gradient")
 MOST_RANKS = 64  # of a list that is selected here: beyond, sorting whole rows is faster
 SWITCH = "NEIGHBORS_NATIVE"
 _lock = threading.Lock()
@@ -46,6 +46,7 @@ class Call(ctypes.Structure):
         *((name, View) for name in ("rows", "columns", "out")),
         *((name, ctypes.c_void_p) for name in ("index", "weight", "factor", "own", "score", "chosen")),
         *((name, ctypes.c_int64) for name in ("B", "H", "N", "M", "D", "K", "threads")),
+        ("scale", ctypes.c_float),
     ]
 
 
@@ -202,6 +203,20 @@ def factor_gradient(x: Tensor, y: Tensor, index: Tensor, weight: Tensor) -> Tens
     return parts.sum(0)
 
 
+def softmax(x: Tensor, scale: float) -> Tensor:
+    """Softmax of scale x over the last of (B, H, N, K)."""
+    found = torch.empty(x.shape)
+    call("softmax", weight=x, score=found, scale=scale)
+    return found
+
+
+def softmax_gradient(grad: Tensor, weight: Tensor, scale: float) -> Tensor:
+    """The gradient of x, from that of its softmax."""
+    found = torch.empty(weight.shape)
+    call("softmax_gradient", factor=grad, weight=weight, score=found, scale=scale)
+    return found
+
+
 def call(
     name: str,
     *,
@@ -209,17 +224,16 @@ def call(
     columns: Tensor | None = None,
     out: Tensor | None = None,
     K: int | None = None,
+    scale: float = 1.0,
     **parts: Tensor | None,
 ) -> None:
     """Sizes follow from the tensors. What is not written may lie anywhere in memory, if its channels lie side by side."""
     rows, columns = (t if t is None or t.stride(3) == 1 else t.contiguous() for t in (rows, columns))
     written = {part: parts[part] for part in ("score", "chosen") if parts.get(part) is not None}
     read = {part: t.contiguous() for part, t in parts.items() if t is not None and part not in written}
-    of_rows, of_columns = rows if rows is not None else out, columns if columns is not None else out
-    assert of_rows is not None
-    assert of_columns is not None
+    of_rows, of_columns = (next(t for t in (these, out, read.get("weight")) if t is not None) for these in (rows, columns))
     B, H, N, D = of_rows.shape
-    asked = Call(B=B, H=H, N=N, M=of_columns.shape[2], D=D, K=K or read["index"].shape[-1], threads=torch.get_num_threads())
+    asked = Call(B=B, H=H, N=N, M=of_columns.shape[2], D=D, K=K or lists_of(read), threads=torch.get_num_threads(), scale=scale)
     for part, t in {"rows": rows, "columns": columns, "out": out}.items():
         if t is not None:
             setattr(asked, part, View(t.data_ptr(), *t.stride()[:3]))
@@ -227,3 +241,8 @@ def call(
         setattr(asked, part, None if t is None else t.data_ptr())
     if getattr(library(), f"neighbors_{name}")(ctypes.byref(asked)):
         raise IndexError(f"{name}: an index lies outside of the {asked.M} columns, or there is no memory")
+
+
+def lists_of(parts: dict[str, Tensor]) -> int:
+    """How long the lists are."""
+    return parts["index" if "index" in parts else "weight"].shape[-1]

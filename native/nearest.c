@@ -69,6 +69,7 @@ typedef struct {
   float *score;             // (B H, N, K), written
   int64_t *chosen;          // (B H, N, K), written
   int64_t B, H, N, M, D, K, threads;
+  float scale;
 } Call;
 
 typedef int Work(const Call *, int64_t group, int64_t first, int64_t last, float *scratch);
@@ -336,6 +337,52 @@ static int factor_channels(const Call *c, int64_t g, int64_t first, int64_t last
   return 0;
 }
 
+// ---------------------------------------------------------------- softmax over the K of a list
+
+// e to the x, for x of at most 0: 2^n 2^f with n whole and f at most 1/2 either way, 2^f by its series. Relative error 2e-7.
+INLINE vec exponential(vec x) {
+  vec y = x * 1.44269504f;
+  ivec small = y < -126;  // it would not be a normal number: 0
+  vec kept = (vec)((~small & (ivec)y) | (small & (ivec)((vec){0} - 126)));
+  vec near = kept + 0x1.8p23f, f = kept - (near - 0x1.8p23f);  // the whole number sits in the low bits of `near`
+  vec p = (vec){0} + 1.5403530e-4f;
+  p = p * f + 1.3333558e-3f, p = p * f + 9.6181291e-3f, p = p * f + 5.5504109e-2f;
+  p = p * f + 2.4022651e-1f, p = p * f + 6.9314718e-1f, p = p * f + 1;
+  p *= (vec)(((ivec)near + 127) << 23);
+  ivec none = x != x;  // what is no number stays none
+  return (vec)((none & (ivec)x) | (~none & ~small & (ivec)p));
+}
+
+// score = softmax of scale x weight, over the last of (B H, N, K).
+static int softmax_rows(const Call *c, int64_t g, int64_t first, int64_t last, float *scratch) {
+  int64_t K = c->K;
+  for (int64_t n = first; n < last; n++) {
+    const float *x = c->weight + (g * c->N + n) * K;
+    float *to = c->score + (g * c->N + n) * K, top = x[0] * c->scale, total = 0;
+    for (int64_t r = 1; r < K; r++) top = x[r] * c->scale > top ? x[r] * c->scale : top;
+    for (int64_t r = 0; r < K; r++) scratch[r] = x[r] * c->scale - top;
+    for (int64_t r = K; r < whole(K); r++) scratch[r] = 0;
+    for (int64_t r = 0; r < K; r += W) store(scratch + r, exponential(load(scratch + r)));
+    for (int64_t r = 0; r < K; r++) total += scratch[r];
+    for (int64_t r = 0; r < K; r++) to[r] = scratch[r] / total;
+  }
+  return 0;
+}
+
+// score = scale x weight (factor - sum of factor x weight): of the softmax `weight` and its gradient `factor`, the gradient of what it was
+// taken of. All are (B H, N, K).
+static int softmax_gradient_rows(const Call *c, int64_t g, int64_t first, int64_t last, float *scratch) {
+  (void)scratch;
+  int64_t K = c->K;
+  for (int64_t n = first; n < last; n++) {
+    const float *w = c->weight + (g * c->N + n) * K, *grad = c->factor + (g * c->N + n) * K;
+    float *to = c->score + (g * c->N + n) * K, mean = 0;
+    for (int64_t r = 0; r < K; r++) mean += w[r] * grad[r];
+    for (int64_t r = 0; r < K; r++) to[r] = c->scale * w[r] * (grad[r] - mean);
+  }
+  return 0;
+}
+
 // ---------------------------------------------------------------- what Python calls: 0, or how many pieces of work failed
 
 int64_t neighbors_nearest(const Call *c) {
@@ -345,4 +392,6 @@ int64_t neighbors_nearest(const Call *c) {
 int64_t neighbors_bag(const Call *c) { return shared(bag_rows, c, c->N, 1, 0); }
 int64_t neighbors_pair_dot(const Call *c) { return shared(dot_rows, c, c->N, 1, 0); }
 int64_t neighbors_spread(const Call *c) { return shared(spread_channels, c, c->D, W, 0); }
+int64_t neighbors_softmax(const Call *c) { return shared(softmax_rows, c, c->N, 1, whole(c->K)); }
+int64_t neighbors_softmax_gradient(const Call *c) { return shared(softmax_gradient_rows, c, c->N, 1, 0); }
 int64_t neighbors_factor_gradient(const Call *c) { return shared(factor_channels, c, c->D, W, 0); }

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import native
-from layers import kernels
+from layers import kernels, softmax
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="no C compiler here")
 
@@ -72,6 +72,26 @@ def test_sums_over_neighbors(size: tuple[int, ...]) -> None:
         assert_near(native.spread(x, index, weight, M, f), onto)
     gradient = (weight.double()[..., None] * x.double()[..., None, :] * of_list).sum((0, 1, 2))
     assert_near(native.factor_gradient(x, y, index, weight), gradient)
+
+
+@pytest.mark.parametrize(("K", "scale"), [(1, 1.0), (9, 0.125), (16, 3.0), (65, 1.0)])
+def test_softmax_of_lists(K: int, scale: float) -> None:
+    x, grad = 5 * random(2, 3, 11, K, seed=0), random(2, 3, 11, K, seed=1)
+    x[0, 0, 0], x[0, 0, 1, 0], x[0, 0, 2, 0] = 3.0, -torch.inf if K > 1 else 0.0, 300.0
+    exact = x.double().requires_grad_()
+    wanted = (exact * scale).softmax(-1)
+    wanted.backward(grad.double())
+    ours = x.clone().requires_grad_()
+    found = softmax.list_softmax(ours, scale)
+    found.backward(grad)
+    torch.testing.assert_close(found.double(), wanted, atol=3e-7, rtol=3e-6)
+    assert exact.grad is not None
+    assert ours.grad is not None
+    torch.testing.assert_close(ours.grad.double(), exact.grad, atol=2e-6, rtol=1e-5)
+    x[0, 0, 3, 0] = torch.nan
+    assert native.softmax(x, scale)[0, 0, 3].isnan().all()
+    small = random(2, 1, 3, K, seed=2).double().requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda t: softmax.list_softmax(t, scale), (small,), fast_mode=True)
 
 
 def assert_near(found: Tensor, wanted: Tensor) -> None:
@@ -151,6 +171,8 @@ def test_the_operators_announce_what_they_return_of_images_too(depthwise: bool) 
         (kernels.spread, (q, index, weight, M)),
         (kernels.pair_dot, (q, k, index)),
         (kernels.rank_conv, (k, index, weight, kernel)),
+        (softmax.list_softmax, (weight, 0.3)),
+        (softmax.list_softmax_backward, (weight, weight.detach().softmax(-1).requires_grad_(), 0.3)),
     ]:
         torch.library.opcheck(op, inputs, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
 

@@ -231,6 +231,8 @@ def call(
     rows, columns = (t if t is None or t.stride(3) == 1 else t.contiguous() for t in (rows, columns))
     written = {part: parts[part] for part in ("score", "chosen") if parts.get(part) is not None}
     read = {part: t.contiguous() for part, t in parts.items() if t is not None and part not in written}
+    if "index" in read:
+        read["index"] = read["index"].long()
     of_rows, of_columns = (next(t for t in (these, out, read.get("weight")) if t is not None) for these in (rows, columns))
     B, H, N, D = of_rows.shape
     asked = Call(B=B, H=H, N=N, M=of_columns.shape[2], D=D, K=K or lists_of(read), threads=torch.get_num_threads(), scale=scale)

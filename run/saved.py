@@ -11,6 +11,7 @@ from typing import Any
 
 import config as flags
 import dataset
+from classifiers import HEADS
 from config import Config
 from inputs import store
 from inputs.indexed import INDEX, core_of, read_index, verify
@@ -51,6 +52,8 @@ def saved_config(facts: Mapping[str, Any], given: Mapping[str, Any], free: froze
         raise BadOption(flag, f"was written by a version with other options ({', '.join(strange)})")
     flags.check(saved)
     set_then = {name: value for name, value in saved.items() if value is not None}
+    if HEADS[saved["head"]].learned:  # what was left out then was --lr
+        set_then.setdefault("lr_attention", saved["lr"])
     config = Config.of(with_defaults(set_then, tuple(facts["shape"]), facts["data"]), facts.get("ignored"))
     before = config.flat()
     for name, value in given.items():

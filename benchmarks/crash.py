@@ -36,6 +36,7 @@ import torch
 
 from benchmarks import forked
 from evaluation import cost
+from evaluation.results import read
 from inputs import store
 from main import main as command
 from run.directory import MARKER, state_of
@@ -68,8 +69,8 @@ def numbers_of(folder: Path) -> dict[str, Any]:
         found[f"{name}/rest"] = {k: v for k, v in facts.get("training", {}).items() if k != "place"}
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     found["lines"] = [{k: v for k, v in line.items() if k not in ("seconds", "images_per_second")} for line in lines]
-    results = json.loads((folder / "results.json").read_text())
-    return found | {k: results[k] for k in ("test", "test_calibrated", "val", "epoch", "data")}
+    results = read(folder / "results.json")
+    return found | {k: results[k] for k in ("test", "test_calibrated", "val")} | {k: results["about"][k] for k in ("epoch", "data")}
 
 
 def verdict(code: int, said: str, folder: Path, wanted: dict[str, Any]) -> str:

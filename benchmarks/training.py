@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import statistics
 import subprocess
@@ -30,6 +29,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 MAIN = Path(__file__).resolve().parent.parent / "main.py"
+sys.path.insert(0, str(MAIN.parent))
+
+from evaluation.results import read  # noqa: E402
+
 RECIPES = MAIN.parent / "recipes"
 HEADS = ("attn-knn", "knn", "linear+attn-knn", "linear+knn")
 TRAINED = ("linear", "knn", "attn-knn", "linear+attn-knn")  # heads that train a backbone in the tables of predictors
@@ -154,8 +157,7 @@ def train(cell: Cell, out: Path) -> None:
 
 
 def scores(cell: Cell, out: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((out / cell.folder / "results.json").read_text())
-    return found
+    return read(out / cell.folder / "results.json")
 
 
 def show(table: str, cells: list[Cell], out: Path) -> None:

@@ -31,12 +31,13 @@ def flat_results(results: Mapping[str, Any]) -> dict[str, Value]:
 
 
 def _about(results: Mapping[str, Any]) -> dict[str, Value | None]:
-    config, ignored, data = (results.get(name) or {} for name in ("config", "ignored", "data"))
+    about = results["about"]
+    config, ignored, data = (about.get(name) or {} for name in ("config", "ignored", "data"))
     found: dict[str, Value | None] = {name: config.get(name) for name in OPTIONS if name not in ignored}
-    found |= {name: results.get(name) for name in MEASURED}
+    found |= {name: about.get(name) for name in MEASURED}
     found |= {f"val_{name}": (results.get("val") or {}).get(name) for name in ("accuracy", "nll")}
     found |= {f"{part}_rows": data.get(part) for part in ("train", "val", "test")}
-    found["commit"] = (results.get("git") or {}).get("commit")
+    found["commit"] = (about.get("git") or {}).get("commit")
     found["warnings"] = len(results.get("warnings") or ())
     return found
 

@@ -30,12 +30,13 @@ def chosen_by(results: Mapping[str, Any], *, full: bool = False) -> str:
     """The rule by which the best epoch is the best; `full`: as `train_eval.better_epoch` has it."""
     accuracy = "the lowest validation NLL within one standard error of the highest accuracy" if full else "validation accuracy, then NLL"
     rules = {"accuracy": accuracy, "nll": "the lowest validation NLL" if full else "validation NLL"}
-    return rules.get(results["config"]["select"], "being the last") if results["val"] else "being the last"
+    return rules.get(results["about"]["config"]["select"], "being the last") if results["val"] else "being the last"
 
 
 def table(results: dict[str, Any], written: Path) -> str:
     """The final table: scores of validation and test side by side, before calibration and after, then cost."""
-    variants = results["test_variants"]
+    about = results["about"]
+    variants = about["test_variants"]
     columns = {"val": results["val"] or {}}
     columns |= {"val calibrated": results["val_calibrated"]} if "val_calibrated" in results else {}
     columns |= {"test" if v == "raw" else f"test {VARIANTS[v]}": scores for v, scores in variants.items()}
@@ -47,28 +48,28 @@ def table(results: dict[str, Any], written: Path) -> str:
         return "".join(f"{format(scores[key], form) if key in scores else '-':>{widths[name]}}" for name, scores in columns.items())
 
     widths = {name: max(12, len(name) + 2) for name in columns}
-    lines = [f"{'epoch ' + str(results['epoch']):<16}" + "".join(f"{name:>{width}}" for name, width in widths.items())]
+    lines = [f"{'epoch ' + str(about['epoch']):<16}" + "".join(f"{name:>{width}}" for name, width in widths.items())]
     lines += [f"{name:<16}{cells(key, '.2%')}" for key, name in percent.items()]
     lines += [f"{name:<16}{cells(key, '.4f')}" for key, name in plain.items()]
     lines += [f"{name:<16}{cells(key, '.2%')}" for key, name in sure.items()]
     cost = {
         "epoch chosen by": chosen_by(results),
-        "parameters": f"{results['params'] / 1e6:.3f} M",
-        "GFLOPs": f"{results['gflops']:.4g}",
-        "images/s": "{:,.0f} ({:,.0f} to {:,.0f})".format(results["images_per_second"], *results["images_per_second_quartiles"]),
-        "machine then": load_of(results["load"]),
-        "peak memory": f"{results['peak_memory_mb']:,.0f} MB" if results["peak_memory_mb"] else "",
-        "training time": f"{results['seconds']:.1f} s",
+        "parameters": f"{about['params'] / 1e6:.3f} M",
+        "GFLOPs": f"{about['gflops']:.4g}",
+        "images/s": "{:,.0f} ({:,.0f} to {:,.0f})".format(about["images_per_second"], *about["images_per_second_quartiles"]),
+        "machine then": load_of(about["load"]),
+        "peak memory": f"{about['peak_memory_mb']:,.0f} MB" if about["peak_memory_mb"] else "",
+        "training time": f"{about['seconds']:.1f} s",
     }
     lines += [f"{name:<16}{value:>32}" for name, value in cost.items() if value]
     if "predictors" in results:
         lines += ["", *predictors_table(results["predictors"]), *remarks(results)]
-    if "ood" in results:
-        ood = results["ood"]
+    if "ood" in about:
+        ood = about["ood"]
         by = f"by distance to the neighbors {ood['auroc_distance']:.3f}, by confidence of {ood['predictor']} {ood['auroc_confidence']:.3f}"
         lines += ["", f"foreign rows ({ood['dataset']}, {ood['rows']:,}), AUROC {by}"]
-    if "continual" in results:
-        grown = results["continual"]
+    if "continual" in about:
+        grown = about["continual"]
         both = " to ".join(f"{grown[when]['accuracy']:.2%} (NLL {grown[when]['nll']:.4f})" for when in ("before", "after"))
         sizes = f"{grown['bank_before']:,} to {grown['bank']:,} rows"
         lines += ["", f"bank that test rows join, {grown['block']} at a time, once classified ({sizes}), {grown['predictor']}: {both}"]
@@ -115,6 +116,6 @@ def remarks(results: dict[str, Any]) -> list[str]:
     if "neighbors" in found:
         counts = ", ".join(f"{name} {count:.1f}" for name, count in found["neighbors"].items() if count)
         lines.append(f"neighbors that count (--adaptive_k), on average: {counts}")
-    if results["data"]["label_noise_rate"]:
+    if results["about"]["data"]["label_noise_rate"]:
         lines.append("accuracy on training rows is measured against the labels that the run was told, the changed ones too")
     return ["", *lines] if lines else []

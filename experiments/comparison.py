@@ -81,11 +81,11 @@ def identity(run: Path) -> tuple[int, dict[str, Any]]:
     if not (run / RESULTS).exists():
         why = "has no results.json" if run.exists() else "does not exist"
         raise BadOption("compare", f"must name finished runs; this {why}", str(run))
-    results = read_results(run)
-    values = {n: v for n, v in flags.of_saved_run(results["config"]).items() if n not in flags.PLACE}
+    about = read_results(run)["about"]
+    values = {n: v for n, v in flags.of_saved_run(about.get("config", {})).items() if n not in flags.PLACE}
     seed = values.pop("seed")
-    rows = {"rows": results["data"]["sha256"]} if "data" in results else {}
-    return int(seed), {**{n: v for n, v in values.items() if n not in results.get("ignored", {})}, **rows}
+    rows = {"rows": about["data"]["sha256"]} if "data" in about else {}
+    return int(seed), {**{n: v for n, v in values.items() if n not in about.get("ignored", {})}, **rows}
 
 
 def names_of(configurations: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -13,8 +13,9 @@ from typing import Any
 
 from experiments.cells import Place, read_note, state_of
 from experiments.metrics import METRICS
+from experiments.read import results as read_results
 from run.directory import RESULTS
-from utils import say
+from utils import BadOption, say
 
 COLORS = {"done": "green", "running": "cyan", "failed": "red", "stopped": "yellow", "stale": "magenta", "pending": "dim"}
 MOST_ROWS = 40  # of the table, or as many as the terminal has room for; arms at work come first
@@ -67,8 +68,8 @@ class Progress:
             return
         count = sum((p.run / RESULTS).exists() for p in self.places)
         left = f", {duration(left)} left" if (left := self.time_left()) else ""
-        score = f"{shown(self.metric, results['test'])}, " if "test" in results else ""
-        self.line(f"done: {place.title}: {score}{duration(seconds_taken(place))} ({count} of {len(self.places)}{left})")
+        what = f"{shown(self.metric, results['test'])}, {duration(seconds_taken(place))}"
+        self.line(f"done: {place.title}: {what} ({count} of {len(self.places)}{left})")
         self.after()
 
     # ------------------------------------------------------------ measured
@@ -76,8 +77,8 @@ class Progress:
     def results(self, place: Place) -> Mapping[str, Any]:
         if place.run not in self.done:
             try:
-                self.done[place.run] = json.loads((place.run / RESULTS).read_text())
-            except (OSError, ValueError):
+                self.done[place.run] = read_results(place.run)
+            except BadOption:
                 return {}
         return self.done[place.run]
 

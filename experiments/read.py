@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
+from evaluation.results import read
 from experiments.metrics import Answers
 from utils import BadOption, did_you_mean
 
@@ -82,12 +83,11 @@ def _answers(label: np.ndarray, predicted: np.ndarray, log_probs: np.ndarray, ow
 def results(run: Path) -> dict[str, Any]:
     _require_plain(run, RESULTS)
     try:
-        found = json.loads((run / RESULTS).read_bytes())
-    except (OSError, ValueError) as error:
-        raise _unreadable(run, RESULTS, type(error).__name__) from None
-    if not isinstance(found, dict) or not isinstance(found.get("test"), dict):
-        raise _unreadable(run, RESULTS, "it holds no scores")
-    return found
+        return read(run / RESULTS)
+    except OSError as error:
+        raise _unreadable(run, RESULTS, error.strerror or type(error).__name__) from None
+    except ValueError as error:
+        raise _unreadable(run, RESULTS, "no JSON" if isinstance(error, json.JSONDecodeError | UnicodeDecodeError) else str(error)) from None
 
 
 def _opened(run: Path) -> Any:

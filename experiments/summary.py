@@ -78,13 +78,14 @@ def all_scores(results: dict[str, Any], own: str = "own") -> dict[str, dict[str,
     if "predictors" in results:
         of_each = results["predictors"]["scores"]
         return {f"{n}.{v}": s for n, of in of_each.items() for v, s in of.items() if isinstance(s, dict)}
-    return {f"{own}.{v}": s for v, s in results["test_variants"].items()}
+    return {f"{own}.{v}": s for v, s in results["about"].get("test_variants", {}).items()}
 
 
 def cost_of(results: dict[str, Any]) -> dict[str, float | None]:
-    quartiles = results.get("images_per_second_quartiles") or (None, None)
+    about = results["about"]
+    quartiles = about.get("images_per_second_quartiles") or (None, None)
     named = {"images_per_second_low": quartiles[0], "images_per_second_high": quartiles[1]}
-    return {key: named.get(key, results.get(key)) for key in COST}
+    return {key: named.get(key, about.get(key)) for key in COST}
 
 
 def _mean(values: list[float | None]) -> float | None:
@@ -206,11 +207,11 @@ def _why_missing(verdict: Verdict, seed: int, verdicts: Verdicts) -> str:
 
 def _circumstances(verdicts: Verdicts) -> list[str]:
     results = list({id(r): r for r in verdicts.scored.results.values()}.values())
-    found = []
-    busy = [r["load"] for r in results if r.get("load") and r["load"] > r.get("threads", 1) + 0.5]
+    found, of_each = [], [r["about"] for r in results]
+    busy = [about["load"] for about in of_each if about.get("load") and about["load"] > about.get("threads", 1) + 0.5]
     if busy:
         found.append(f"times and images/s were measured on a busy machine (load up to {max(busy):.1f}): compare them with care")
-    commits = {git["commit"] for r in results if (git := r.get("git")) and git.get("commit")}
+    commits = {git["commit"] for about in of_each if (git := about.get("git")) and git.get("commit")}
     if len(commits) > 1:
         found.append(f"the runs were made by {len(commits)} versions of the code")
     if warned := [r["warnings"] for r in results if r.get("warnings")]:

@@ -216,8 +216,9 @@ def run_rows(verdicts: Verdicts) -> list[dict[str, Any]]:
             continue
         own = verdicts.scored.own[cell.arm, cell.seed]
         of_each = all_scores(found, own)
-        config = {f"config.{name}": value for name, value in found.get("config", {}).items() if name not in found.get("ignored", {})}
-        about = {**cost_of(found), "epoch": found.get("epoch"), "load": found.get("load"), "threads": found.get("threads")}
+        told = found["about"]
+        config = {f"config.{name}": value for name, value in told.get("config", {}).items() if name not in told.get("ignored", {})}
+        about = {**cost_of(found), **{name: told.get(name) for name in ("epoch", "load", "threads")}}
         for name in dict.fromkeys(source.rpartition(".")[0] for source in of_each):
             row = {**place, "predictor": name, "own": name == own}
             for source, scores in of_each.items():

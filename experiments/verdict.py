@@ -232,7 +232,7 @@ def _pairing(scored: Scored, arm: str, base: str, stand: Stand) -> tuple[float, 
 
 def _time(scored: Scored, arm: str, base: str, seeds: Sequence[int]) -> float | None:
     """Median over seeds; None for predictors of one run, and where a run does not tell."""
-    pairs = [(scored.results[arm, seed], scored.results[base, seed]) for seed in seeds]
+    pairs = [(scored.results[arm, seed]["about"], scored.results[base, seed]["about"]) for seed in seeds]
     if any(a is b or not a.get("seconds") or not b.get("seconds") for a, b in pairs):
         return None
     return statistics.median(a["seconds"] / b["seconds"] for a, b in pairs)

@@ -20,6 +20,7 @@ from evaluation import curves, predictions, tables
 from evaluation.cost import cost_of
 from evaluation.evaluator import Evaluator
 from evaluation.flat import as_csv, flat_results, scores_of
+from evaluation.results import grouped
 from inputs import store
 from inputs.batches import AnyBatches
 from inputs.rows import Data
@@ -164,7 +165,7 @@ def measure(evaluator: Evaluator, parts: Parts, where: Path, *, epoch: int, seco
     rows = loader(parts.config, parts.data, "test", parts.device)
     assert rows is not None
     x = next(iter(rows.epoch())).x  # real rows: what a search costs depends on them
-    return {
+    measured = {
         **found,
         "val": val,
         **({"val_calibrated": calibrated} if calibrated else {}),
@@ -180,3 +181,4 @@ def measure(evaluator: Evaluator, parts: Parts, where: Path, *, epoch: int, seco
         "git": git_state(),
         "threads": torch.get_num_threads(),
     }
+    return grouped(measured)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from evaluation import results
 from inputs import files, indexed
 from inputs.indexed import INDEX
 from run.directory import CHECKPOINTS, ERROR, MARKER, METRICS, PREDICTIONS, RESULTS, again, files_of, read_marker, state_of
@@ -128,7 +129,7 @@ def _verify_results(folder: Path, found: Found) -> None:
         try:
             content = files.read_plain(folder / name, files.memory())
             if name == RESULTS:
-                json.loads(content)
+                results.parsed(content)
             if name == METRICS:
                 [json.loads(line) for line in content.splitlines()]
         except FileNotFoundError:

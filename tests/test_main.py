@@ -127,7 +127,7 @@ def test_bad_config_files(here: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_command_line_wins_over_the_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "c.yaml").write_text("dataset: fake(train=40, test=20, size=8, classes=3)\nlr: 1e-2\nnum_epochs: 3\n")
     assert main(["--config", "c.yaml", *SMALL, "--patch-size", "4", "--output-dir", "run"]) == 0
-    config = json.loads((here / "run" / "results.json").read_text())["config"]
+    config = json.loads((here / "run" / "results.json").read_text())["about"]["config"]
     assert (config["lr"], config["num_epochs"], config["patch_size"]) == (0.01, 1, 4)
 
 

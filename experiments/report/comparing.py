@@ -145,7 +145,7 @@ def costs_of(material: Material, key: str) -> dict[str, float]:
     if material.verdicts is not None:
         found = {s.arm: s.cost[key] for s in summaries(material.verdicts)}
     else:
-        of_arm = {arm: [r for cell in material.of(arm) if (r := cell.run.results.get(key)) is not None] for arm in material.arms}
+        of_arm = {arm: [r for cell in material.of(arm) if (r := cell.run.about.get(key)) is not None] for arm in material.arms}
         found = {arm: sorted(values)[len(values) // 2] for arm, values in of_arm.items() if values}
     scale = 1e-6 if key == "params" else 1.0
     return {arm: value * scale for arm, value in found.items() if value is not None}
@@ -227,7 +227,7 @@ def bars(material: Material, key: str, title: str, unit: str, less: bool) -> Pic
 
 
 def _spread(material: Material, arm: str, key: str) -> tuple[float, float]:
-    runs = [cell.run.results for cell in material.of(arm)]
+    runs = [cell.run.about for cell in material.of(arm)]
     if key == "images_per_second" and (quartiles := [q for r in runs if (q := r.get("images_per_second_quartiles"))]):
         return min(q[0] for q in quartiles), max(q[1] for q in quartiles)
     values = [r[key] for r in runs if r.get(key) is not None]

@@ -63,8 +63,8 @@ def runs_table(material: Material) -> Table:
         row: list[Any] = [run.name + " (exploratory)" * material.joined_later(run), run.state]
         row += [_mean([r.get("test", {}).get(name)], scale) for _, name, scale in SCORES]
         row += [_mean([r.get("test_calibrated", {}).get(name)], scale) for _, name, scale in SCORES[:3]]
-        row += [r.get("epoch"), r.get("params")]
-        row += [_short(r.get(name)) for name in ("images_per_second", "peak_memory_mb", "seconds", "load")]
+        row += [run.about.get("epoch"), run.about.get("params")]
+        row += [_short(run.about.get(name)) for name in ("images_per_second", "peak_memory_mb", "seconds", "load")]
         rows.append(row)
     return Table(headings, rows)
 
@@ -80,7 +80,7 @@ def _short(value: Any) -> float | None:
 
 def told_of(run: Run) -> dict[str, str]:
     """Commit, versions, hashes, place."""
-    r = run.results
+    r = run.about
     git, data = r.get("git") or {}, r.get("data") or {}
     found = {"directory": str(run.folder)}
     if git.get("commit"):

@@ -53,9 +53,14 @@ class Run:
     checkpoint: str = ""  # the digest of the best one
 
     @property
+    def about(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.results.get("about", {})
+        return found
+
+    @property
     def config(self) -> dict[str, Any]:
         """Options that have an effect."""
-        config, ignored = self.results.get("config", {}), self.results.get("ignored", {})
+        config, ignored = self.about.get("config", {}), self.about.get("ignored", {})
         return {name: value for name, value in config.items() if name not in ignored} if config else configuration(self.folder)
 
     @property
@@ -313,8 +318,10 @@ def configuration(folder: Path) -> dict[str, Any]:
     try:
         found = read_mapping(str(folder / "config.yaml"), "config")
     except BadOption:
-        body = read_json(folder / RESULTS)
-        found = {name: value for name, value in (body.get("config") or {}).items() if name not in (body.get("ignored") or {})}
+        about: dict[str, Any] = {}
+        with contextlib.suppress(BadOption):
+            about = read_results(folder)["about"]
+        found = {name: value for name, value in (about.get("config") or {}).items() if name not in (about.get("ignored") or {})}
     return {str(name): value for name, value in found.items()}
 
 

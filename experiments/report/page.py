@@ -255,10 +255,11 @@ def data_of(material: Material, sections: Iterable[Section]) -> dict[str, Any]:
     for section in sections:
         for picture, _ in section.drawn:
             tables[picture.name] = {"title": picture.title, **packed(picture.table), "series": list(picture.series)}
-    kept = ("test", "test_calibrated", "warnings", "epoch", "versions", "git", "data")
+    scores, about = ("test", "test_calibrated", "warnings"), ("epoch", "versions", "git", "data")
     runs = [
         {"name": r.name, "arm": r.arm, "seed": r.seed, "state": r.state, "error": r.error, "run": str(r.folder), "config": r.config}
-        | {name: r.results[name] for name in kept if name in r.results}
+        | {name: r.results[name] for name in scores if name in r.results}
+        | {name: r.about[name] for name in about if name in r.about}
         for r in material.runs
     ]
     verdicts = [sentence(v, material.verdicts) for v in material.verdicts.verdicts] if material.verdicts else headline(material)

@@ -150,7 +150,7 @@ def long_tail(material: Material) -> Picture | None:
     points: dict[str, list[tuple[int, float, str]]] = {}
     for arm in material.arms:
         run, counts = material.run_of_arm(arm), counts_of(material, arm)
-        rows = (run.results.get("data") or {}).get("class_counts") if run is not None else None
+        rows = (run.about.get("data") or {}).get("class_counts") if run is not None else None
         if counts is None or not rows or len(rows) != len(counts) or min(rows) >= TAIL * max(rows):
             continue
         names = names_of(material, arm, len(counts))

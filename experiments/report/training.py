@@ -56,7 +56,7 @@ def curve(
             look = look_of(arms.index(run.arm))
             (line,) = axes.plot(*zip(*points, strict=True), alpha=0.85, gid=series(i), **look, marker="o" if len(points) == 1 else None)
             handles.setdefault(run.arm, line)
-            if best := [p for p in points if p[0] == run.results.get("epoch")]:
+            if best := [p for p in points if p[0] == run.about.get("epoch")]:
                 axes.plot(*best[0], marker="o", markersize=3.5, color=look["color"], markeredgecolor=TEXT, markeredgewidth=0.4)
         if log and min(y for points in lines.values() for _, y in points) > 0:
             log_scale(axes)

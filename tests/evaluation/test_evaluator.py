@@ -309,7 +309,7 @@ def circle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("calibrate", ["head", "none"])
 def test_rows_that_are_far_away_and_unlike_any_class_look_foreign(calibrate: str, circle: Path, tmp_path: Path) -> None:
-    found = evaluated(circle / "run", tmp_path, ood=f"npz:{circle / 'west.npz'}", calibrate=calibrate)["ood"]
+    found = evaluated(circle / "run", tmp_path, ood=f"npz:{circle / 'west.npz'}", calibrate=calibrate)["about"]["ood"]
     assert found["rows"] == 19
     assert found["auroc_distance"] > 0.9
     assert found["auroc_confidence"] > 0.9
@@ -317,7 +317,7 @@ def test_rows_that_are_far_away_and_unlike_any_class_look_foreign(calibrate: str
 
 @pytest.mark.parametrize("calibrate", ["head", "none"])
 def test_the_very_same_rows_are_no_more_foreign_than_themselves(calibrate: str, circle: Path, tmp_path: Path) -> None:
-    found = evaluated(circle / "run", tmp_path, ood=f"npz:{circle / 'east.npz'}", calibrate=calibrate)["ood"]
+    found = evaluated(circle / "run", tmp_path, ood=f"npz:{circle / 'east.npz'}", calibrate=calibrate)["about"]["ood"]
     assert found["rows"] == 22
     assert found["auroc_distance"] == 0.5
     assert found["auroc_confidence"] == 0.5

@@ -16,8 +16,6 @@ from main import main
 RESULTS: dict[str, Any] = {
     "test": {"accuracy": 0.5, "nll": 1.25},
     "test_calibrated": {"accuracy": 0.75},
-    "test_variants": {"raw": {"accuracy": 0.5}},
-    "confusion": [[1, 2], [3, 4]],
     "predictors": {
         "k": 3,
         "scores": {
@@ -26,12 +24,16 @@ RESULTS: dict[str, Any] = {
         },
     },
     "val": {"accuracy": 0.625, "nll": 3.0},
-    "epoch": 7,
-    "data": {"train": 11, "val": 5, "test": 3, "sha256": "x"},
     "warnings": ["one", "two"],
-    "config": {"dataset": "wine, red", "model": "mlp", "layer": "Attention", "head": "knn", "seed": 3, "lr": 0.1},
-    "ignored": {"layer": "--model mlp"},
-    "git": None,
+    "about": {
+        "test_variants": {"raw": {"accuracy": 0.5}},
+        "confusion": [[1, 2], [3, 4]],
+        "epoch": 7,
+        "data": {"train": 11, "val": 5, "test": 3, "sha256": "x"},
+        "config": {"dataset": "wine, red", "model": "mlp", "layer": "Attention", "head": "knn", "seed": 3, "lr": 0.1},
+        "ignored": {"layer": "--model mlp"},
+        "git": None,
+    },
 }
 
 
@@ -76,4 +78,4 @@ def test_a_run_writes_its_row_and_it_is_short(tmp_path: Path, monkeypatch: pytes
     assert main(["check", "run"]) == 0
     assert main(["--resume", "run", "--num_epochs", "2"]) == 0  # the row is of the run as it is now
     (line,) = csv.DictReader(io.StringIO(Path("run/results.csv").read_text()))
-    assert line["about/epoch"] == str(json.loads(Path("run/results.json").read_text())["epoch"])
+    assert line["about/epoch"] == str(json.loads(Path("run/results.json").read_text())["about"]["epoch"])

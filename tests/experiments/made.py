@@ -12,6 +12,7 @@ import torch
 
 from evaluation.evaluator import scores
 from evaluation.predictions import keep
+from evaluation.results import grouped
 from experiments.arms import Cell
 
 CLASSES = 3
@@ -51,7 +52,7 @@ def finished(folder: Path, raw: Mapping[str, torch.Tensor], label: np.ndarray, *
     }
     if len(raw) > 1:
         content["predictors"] = {"scores": {n: {v: scores(both[v][n], target) for v in both} for n in raw}}
-    (folder / "results.json").write_text(json.dumps(content | more))
+    (folder / "results.json").write_text(json.dumps(grouped(content | more)))
     return folder
 
 

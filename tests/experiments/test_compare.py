@@ -86,7 +86,7 @@ def test_every_arm_has_its_runs_and_files(alone: Path) -> None:
     for arm in ("Attention", "KvtAttention_K=2", "KvtAttention_K=3"):
         for seed in (0, 1):
             run = alone / "cells" / arm / f"seed{seed}"
-            assert json.loads((run / "results.json").read_text())["config"]["paired_init"]
+            assert json.loads((run / "results.json").read_text())["about"]["config"]["paired_init"]
             assert f"--seed {seed}" in (run / "args.txt").read_text()
     plan = json.loads((alone / "plan.json").read_text())
     assert (plan["baseline"], plan["family"], plan["seeds"]) == ("Attention", ["KvtAttention(K=2)", "KvtAttention(K=3)"], [0, 1])
@@ -352,7 +352,7 @@ def test_shared_work_is_done_once(tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert logs.count("rows of train through the frozen backbone") == 1
     weights = folder / "cells" / "shared_backbone" / "seed0" / "checkpoints" / "best"
     for arm in ("linear", "smoothed"):
-        config = json.loads((folder / "cells" / arm / "seed0" / "results.json").read_text())["config"]
+        config = json.loads((folder / "cells" / arm / "seed0" / "results.json").read_text())["about"]["config"]
         assert Path(config["pretrained"]).parent == weights
     assert re.search(r"^smoothed +\d+\.\d\d +77\.5", out, re.MULTILINE)  # ours, and what was published
     assert "published: from nowhere" in out

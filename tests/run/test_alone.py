@@ -135,8 +135,8 @@ def named(cases: dict[str, list[dict[str, Any]]]) -> list[Any]:
 
 
 def assert_good(option: str, results: dict[str, Any], least: float, most_nll: float) -> None:
-    assert option in results["config"]
-    assert option not in results["ignored"]
+    assert option in results["about"]["config"]
+    assert option not in results["about"]["ignored"]
     for variant in {"test", "test_calibrated"} & set(results):
         scores = results[variant]
         assert scores["accuracy"] >= least, (variant, scores)

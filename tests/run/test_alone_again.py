@@ -168,7 +168,7 @@ def foreign_rows(others: Others, out: Path) -> dict[str, Any]:
     far = x.mean(0) + 10 * x.std(0) * np.random.default_rng(0).choice([-1.0, 1.0], (40, 13))
     np.savez(out / "far.npz", x_train=x[:80], y_train=np.arange(80) % 3, x_test=far, y_test=np.arange(40) % 3)
     found = run({**WINE, "head": "knn", "ood": f"npz:{out / 'far.npz'}", "output_dir": str(out / "run")}, Action())
-    assert found["ood"]["auroc_distance"] > 0.9
+    assert found["about"]["ood"]["auroc_distance"] > 0.9
     return found
 
 
@@ -215,7 +215,7 @@ def calibrated_to_noise(others: Others, out: Path) -> dict[str, Any]:
 def test_alone_with_what_it_needs(function: Case, others: Others, tmp_path: Path) -> None:
     """Chance is 40 % of wine's test rows and 10 % of digits'. A log 3 or log 10 of NLL is that of knowing nothing."""
     results = function(others, tmp_path)
-    digits = results["config"]["dataset"] == "digits"
+    digits = results["about"]["config"]["dataset"] == "digits"
     for scores in (results[variant] for variant in {"test", "test_calibrated"} & set(results)):
         assert scores["accuracy"] >= (0.7 if digits else 0.88), scores
         assert scores["nll"] <= (1.0 if digits else 0.5), scores

@@ -38,7 +38,8 @@ def test_a_confidence_fitted_for_another_k_is_not_used_on_other_rows(
     with_other_k = evaluated(finished, tmp_path, dataset=OTHER, k_eval="2")
     assert "calibrated" not in with_other_k["predictors"]["scores"]["attention"]
     assert "calibrate: not possible (the run fitted none for this evaluation, and these are not its rows)" in capsys.readouterr().err
-    assert set(evaluated(finished, tmp_path, k_eval="2")["test_variants"]) == {"raw", "calibrated"}  # fitted anew to the run's rows
+    on_its_rows = evaluated(finished, tmp_path, k_eval="2")  # to which confidence is fitted anew
+    assert set(on_its_rows["about"]["test_variants"]) == {"raw", "calibrated"}
 
 
 def test_baselines_asked_for_on_other_rows_are_shown(tmp_path: Path) -> None:
@@ -47,8 +48,8 @@ def test_baselines_asked_for_on_other_rows_are_shown(tmp_path: Path) -> None:
     given = {"dataset": OTHER, "baselines": True, "ood": OTHER, "continual": True}
     results = evaluated(plain, tmp_path, **given)
     assert list(results["predictors"]["scores"]) == ["linear", "uniform", "distance", "attention"]
-    assert results["ood"]["auroc_distance"] == 0.5  # the same rows
-    assert results["continual"]["predictor"] == "attention"
+    assert results["about"]["ood"]["auroc_distance"] == 0.5  # the same rows
+    assert results["about"]["continual"]["predictor"] == "attention"
     with pytest.raises(BadOption, match=r"^ood needs a bank"):
         evaluated(plain, tmp_path, ood=OTHER)
 
@@ -63,7 +64,7 @@ def test_the_record_of_a_run_stays(finished: Path) -> None:
 def test_every_column_is_one_measure(finished: Path, tmp_path: Path) -> None:
     results = evaluated(finished, tmp_path, tta=3)
     own = results["predictors"]["scores"]["interpolation"]
-    assert results["test_variants"] == own
+    assert results["about"]["test_variants"] == own
     assert (results["test"], results["test_calibrated"]) == (own["raw_tta"], own["calibrated_tta"])
     lines = table(results, tmp_path).splitlines()
     assert lines[0].split("  ")[-1] == "test calibrated, TTA"
@@ -77,8 +78,8 @@ def test_every_column_is_one_measure(finished: Path, tmp_path: Path) -> None:
 
 def test_without_calibration_there_is_one_column_and_its_views(tmp_path: Path) -> None:
     results = run({**TINY, "num_epochs": 1, "tta": 2, "calibrate": "none", "output_dir": str(tmp_path / "run")}, Action())
-    assert list(results["test_variants"]) == ["raw", "raw_tta"]
-    assert results["test"] == results["test_variants"]["raw_tta"]
+    assert list(results["about"]["test_variants"]) == ["raw", "raw_tta"]
+    assert results["test"] == results["about"]["test_variants"]["raw_tta"]
     assert not {"test_calibrated", "val_calibrated"} & set(results)
     assert set(results["predictors"]["scores"]["linear"]) == {"raw", "raw_tta"}
 
@@ -97,8 +98,8 @@ def test_the_table_says_what_must_be_known_to_read_it(finished: Path, tmp_path: 
 def test_a_cap_for_a_bank_that_only_test_rows_fill(tmp_path: Path) -> None:
     given = {**TINY, "num_epochs": 1, "continual": True, "bank_cap": 20, "bank_evict": "class-balanced"}
     results = run({**given, "output_dir": str(tmp_path / "run")}, Action())
-    assert results["continual"]["bank"] == 20
-    assert results["continual"]["bank_before"] == results["predictors"]["bank"] > 20
+    assert results["about"]["continual"]["bank"] == 20
+    assert results["about"]["continual"]["bank_before"] == results["predictors"]["bank"] > 20
     assert f"({results['predictors']['bank']} to 20 rows), attention:" in table(results, tmp_path)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from PIL import Image
 import dataset
 from config import Action
 from evaluation.predictions import read
+from evaluation.results import read as read_results
 from inputs import store
 from run import load
 from run.model import Model
@@ -236,11 +236,11 @@ def test_importing_run_is_light() -> None:
 def test_runs_of_an_older_version(name: str) -> None:
     """Their checkpoints say neither of which kind rows are nor whether they may be mirrored; their probabilities come out all the same."""
     folder = Path(__file__).parent / "old" / name
-    results = json.loads((folder / "results.json").read_text())
-    data = dataset.load(results["config"]["dataset"])
+    results = read_results(folder / "results.json")
+    data = dataset.load(results["about"]["config"]["dataset"])
     model = load(folder)
     found = model.predict(data.test.x.transpose(0, 2, 3, 1)).probabilities
-    wanted = results["votes"]["voters"][{"linear": "linear", "interpolation": "mixture"}[name]]["calibrated"]
+    wanted = results["predictors"]["scores"][name]["calibrated"]
     assert -np.log(found[np.arange(len(found)), data.test.y]).mean() == pytest.approx(wanted["nll"], abs=1e-6)
 
 

@@ -143,9 +143,9 @@ def test_all_predictors_side_by_side(finished: tuple[Path, dict[str, Any]], caps
     assert list(predictors) == ["linear", "uniform", "distance", "attention", "interpolation"]
     assert all(set(scores) >= {"raw", "calibrated"} for scores in predictors.values())
     assert results["test_calibrated"] == predictors["interpolation"]["calibrated"]
-    assert results["test_variants"] == predictors["interpolation"]
+    assert results["about"]["test_variants"] == predictors["interpolation"]
     assert 0 <= predictors["uniform"]["train_leave_one_out"] <= 1
-    assert sum(map(sum, results["confusion"])) == 31
+    assert sum(map(sum, results["about"]["confusion"])) == 31
     assert json.loads((folder / "results.json").read_text())["predictors"] == json.loads(json.dumps(results["predictors"]))
 
 
@@ -198,9 +198,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_rows_from_elsewhere(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     given = {"ood": "fake(train=8, test=23, size=8, channels=1)", "output_dir": str(tmp_path)}
     results = run(given, Action(test_only=True, checkpoint=str(finished[0])))
-    assert results["ood"]["rows"] == 23
-    assert 0 <= results["ood"]["auroc_distance"] <= 1
-    assert 0 <= results["ood"]["auroc_confidence"] <= 1
+    assert results["about"]["ood"]["rows"] == 23
+    assert 0 <= results["about"]["ood"]["auroc_distance"] <= 1
+    assert 0 <= results["about"]["ood"]["auroc_confidence"] <= 1
 
 
 @pytest.mark.parametrize("evict", ["fifo", "class-balanced"])
@@ -212,20 +212,20 @@ def test_a_bank_that_grows_while_it_is_used(evict: str, finished: tuple[Path, di
     np.savez(tmp_path / "twice.npz", x_train=data[:30], y_train=np.arange(30) % 3, x_test=x, y_test=y)
     given = {"dataset": f"npz:{tmp_path / 'twice.npz'}", "continual": True, "k_eval": "1", "head": "knn", "vote": "uniform", "noise": 0.0}
     given |= {"bank_evict": evict, "output_dir": str(tmp_path / "run"), "num_epochs": 1}
-    found = run({**SMALL, **given}, Action())["continual"]
+    found = run({**SMALL, **given}, Action())["about"]["continual"]
     assert found["before"]["accuracy"] < 0.45  # chance
     assert found["after"]["accuracy"] >= 0.5  # each of the second half has joined before, at distance 0
     assert found["bank"] == 27 + 240
     order = np.argsort(y, kind="stable")  # as folders are: for a while only one class is new
     np.savez(tmp_path / "twice.npz", x_train=data[:30], y_train=np.arange(30) % 3, x_test=x[order], y_test=y[order])
-    capped = run({**SMALL, **given, "bank_cap": 27}, Action(overwrite=True))["continual"]
+    capped = run({**SMALL, **given, "bank_cap": 27}, Action(overwrite=True))["about"]["continual"]
     assert capped["bank"] == 27
 
 
 def test_rows_of_another_set_are_tested_with_the_calibration_of_the_run(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     other = {"dataset": "fake(train=50, test=17, size=8, classes=3)", "output_dir": str(tmp_path)}
     results = run(other, Action(test_only=True, checkpoint=str(finished[0])))
-    assert sum(map(sum, results["confusion"])) == 17
+    assert sum(map(sum, results["about"]["confusion"])) == 17
     assert "calibrated" in results["predictors"]["scores"]["attention"]
 
 

@@ -83,7 +83,7 @@ def everything(run_dir: Path) -> dict[str, Any]:
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     found["lines"] = [{k: v for k, v in line.items() if k not in ("seconds", "images_per_second")} for line in lines]
     results = json.loads((run_dir / "results.json").read_text())
-    found["scores"] = {k: results[k] for k in ("test", "val", "epoch", "params", "gflops", "data")}
+    found["scores"] = {k: results[k] for k in ("test", "val")} | {k: results["about"][k] for k in ("epoch", "params", "gflops", "data")}
     return found
 
 
@@ -159,17 +159,18 @@ def test_results_and_run_directory(tmp_path: Path) -> None:
     out = tmp_path / "run"
     results = run({**TINY, "num_epochs": 2, "label_noise": "0.5", "imbalance": 0.5, "output_dir": str(out)}, Action())
     assert results == json.loads((out / "results.json").read_text())
-    wanted = "test val epoch params gflops images_per_second peak_memory_mb seconds config versions git threads"
-    assert set(wanted.split()) <= set(results)
+    assert list(results) == ["test", "test_calibrated", "predictors", "val", "val_calibrated", "warnings", "about"]
+    wanted = "confusion epoch params gflops images_per_second peak_memory_mb seconds load config ignored data versions git threads"
+    assert set(wanted.split()) <= set(results["about"])
     assert set(results["val"]) == {"accuracy", "top5", "f1_macro", "nll", "ece", "brier"}
     more = {"ece_equal_mass", "ece_classwise", "aurc", "accuracy_at_80", "accuracy_at_90", "accuracy_at_95", "balanced_accuracy"}
     assert set(results["test"]) == set(results["val"]) | more
     assert results["test"]["top5"] == 1.0  # three classes
-    assert results["config"]["d_hidden"] == 6
-    assert results["threads"] == torch.get_num_threads()
-    assert results["data"]["label_noise_rate"] == pytest.approx(0.5, abs=0.02)
-    counts = results["data"]["class_counts"]
-    assert sum(counts) == results["data"]["train"] < 97
+    assert results["about"]["config"]["d_hidden"] == 6
+    assert results["about"]["threads"] == torch.get_num_threads()
+    assert results["about"]["data"]["label_noise_rate"] == pytest.approx(0.5, abs=0.02)
+    counts = results["about"]["data"]["class_counts"]
+    assert sum(counts) == results["about"]["data"]["train"] < 97
     names = {p.name for p in out.iterdir()}
     files = {"config.yaml", "args.txt", "model.txt", "metrics.jsonl", "train_eval_results.txt", "curves.png", "predictions.safetensors"}
     files |= {"run.json", "results.json", "results.csv", "checkpoints"}
@@ -192,7 +193,7 @@ def test_best_epoch_is_the_one_of_validation(tmp_path: Path) -> None:
     results = run({**TINY, "num_epochs": 5, "ema_decay": 0.0, "val_fraction": 0.3, "output_dir": str(out)}, Action())
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     best = max(lines, key=lambda line: (line["val"]["accuracy"], -line["val"]["nll"]))
-    assert results["epoch"] == best["epoch"]
+    assert results["about"]["epoch"] == best["epoch"]
     again = run({}, Action(test_only=True, checkpoint=str(out)))
     assert again["val"] == best["val"] == results["val"]
     assert again["test"] == results["test"]
@@ -201,12 +202,12 @@ def test_best_epoch_is_the_one_of_validation(tmp_path: Path) -> None:
 def test_without_validation_the_last_epoch_counts(tmp_path: Path) -> None:
     results = run({**TINY, "num_epochs": 2, "val_fraction": 0.0, "output_dir": str(tmp_path / "run")}, Action())
     assert results["val"] is None
-    assert results["epoch"] == 2
+    assert results["about"]["epoch"] == 2
 
 
 def test_patience_ends_early(tmp_path: Path) -> None:
     results = run({**TINY, "num_epochs": 9, "lr": 1e-12, "ema_decay": 0.0, "patience": 2, "output_dir": str(tmp_path / "run")}, Action())
-    assert results["epoch"] == 1  # nothing is learned, so the first epoch stays the best one
+    assert results["about"]["epoch"] == 1  # nothing is learned, so the first epoch stays the best one
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
 
 
@@ -267,7 +268,7 @@ def test_resume_wants_the_rows_it_was_trained_on(tmp_path: Path, monkeypatch: py
     with pytest.raises(BadOption, match="output_dir contradicts --resume"):
         run({"output_dir": "else"}, Action(resume="../run"))
     results = run({}, Action(resume="../run"))
-    assert results["epoch"] in (1, 2)
+    assert results["about"]["epoch"] in (1, 2)
 
 
 def test_one_process_a_directory(tmp_path: Path) -> None:
@@ -282,13 +283,13 @@ def test_one_process_a_directory(tmp_path: Path) -> None:
 def test_what_a_model_does_not_use_is_recorded_as_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = {"dataset": "iris", "num_epochs": 1, "layer": "Nope", "K": 9, "noise": 0.5, "output_dir": str(tmp_path / "table")}
     results = run(table, Action())
-    config, ignored = results["config"], results["ignored"]
+    config, ignored = results["about"]["config"], results["about"]["ignored"]
     assert (config["layer"], config["K"], config["noise"]) == ("Attention", None, 0.0)
     assert ignored["layer"] == ignored["K"] == ignored["noise"] == "--model mlp on table rows"
     assert "ignored because of --model mlp on table rows: --noise, --layer, --K" in capsys.readouterr().err
     small = {"dataset": "fake(train=24, test=8, size=32, classes=3)", "num_epochs": 1, "batch_size": 8, "resize": 32}
     results = run({**small, "model": "timm/test_vit", "num_layers": 99, "output_dir": str(tmp_path / "timm")}, Action())
-    config, ignored = results["config"], results["ignored"]
+    config, ignored = results["about"]["config"], results["about"]["ignored"]
     assert (config["num_layers"], config["d_hidden"]) == (6, 96)  # of the kind of rows
     assert ignored["num_layers"] == ignored["d_hidden"] == "--model timm/test_vit on image rows"
     assert "ignored because of --model timm/test_vit on image rows: --num_layers" in capsys.readouterr().err
@@ -301,7 +302,7 @@ def test_checkpoints_of_another_version(tmp_path: Path) -> None:
     tensors, facts = store.load(best)
     missing = {k: v for k, v in facts["config"].items() if k != "imbalance"}
     store.save(best, tensors, {**facts, "config": missing})
-    assert run({}, Action(test_only=True, checkpoint=str(out)))["config"]["imbalance"] == 1.0
+    assert run({}, Action(test_only=True, checkpoint=str(out)))["about"]["config"]["imbalance"] == 1.0
     store.save(best, tensors, {**facts, "config": {**missing, "new_option": 1}})
     with pytest.raises(BadOption, match=r"was written by a version with other options \(new_option\)"):
         run({}, Action(test_only=True, checkpoint=str(out)))
@@ -342,7 +343,7 @@ def test_other_ways_to_train(extra: dict[str, Any], tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["iris", "wine"])
 def test_tables_train_well(name: str, tmp_path: Path) -> None:
     results = run({"dataset": name, "num_epochs": 30, "output_dir": str(tmp_path / "run")}, Action())
-    assert results["config"]["model"] == "mlp"
+    assert results["about"]["config"]["model"] == "mlp"
     assert results["test"]["accuracy"] >= 0.9
 
 

@@ -57,7 +57,7 @@ def test_every_mean_over_rows_comes_again_from_the_predictions(runs: dict[str, P
     results, data = results_of(runs[head]), load_data(SMALL)
     assert tensors["row"].tolist() == list(range(len(data.test)))
     assert tensors["label"].tolist() == data.test.y.tolist()
-    assert metadata["test_rows"] == results["data"]["test_sha256"] == data.summary["test_sha256"]
+    assert metadata["test_rows"] == results["about"]["data"]["test_sha256"] == data.summary["test_sha256"]
     assert metadata["own"] in json.loads(metadata["predictors"])
     for name, of_variant in results["predictors"]["scores"].items():
         for variant in ("raw", "calibrated"):
@@ -176,7 +176,7 @@ def test_several_k_leave_the_number_for_foreign_rows_alone(runs: dict[str, Path]
     for name, ks in {"one": {}, "several": {"k_eval": "1,9"}}.items():
         given = {"ood": foreign, **ks, "output_dir": str(tmp_path / name)}
         run(given, Action(test_only=True, checkpoint=str(runs["linear+attn-knn"])))
-    one, several = (results_of(tmp_path / name)["ood"] for name in ("one", "several"))
+    one, several = (results_of(tmp_path / name)["about"]["ood"] for name in ("one", "several"))
     assert several == pytest.approx(one)
 
 
@@ -195,7 +195,7 @@ def test_several_k_views_and_a_bank_that_grows_come_again_from_the_predictions(r
         for name, of_k in of_variant.items():
             for k, wanted in of_k.items():
                 assert again(tensors, f"{name}.{variant}.k{k}", detailed=False) == pytest.approx(wanted, abs=1e-6)
-    grown = results["continual"]
+    grown = results["about"]["continual"]
     assert again(tensors, "interpolation.continual") == pytest.approx(grown["after"], abs=1e-6)
     assert again(tensors, "interpolation.calibrated") == pytest.approx(grown["before"], abs=1e-6)
 
@@ -231,7 +231,7 @@ def test_the_hash_of_the_test_rows_is_of_these_rows_and_of_nothing_else(tmp_path
 def test_a_last_batch_of_one_row_trains(tmp_path: Path) -> None:
     """88 training rows; features are standardized over the batch, and one row has no variance."""
     results = run({**SMALL, "head": "attn-knn", "batch_size": 29, "accumulate": 1, "num_epochs": 2, "output_dir": str(tmp_path)}, Action())
-    assert results["data"]["train"] % 29 == 1
+    assert results["about"]["data"]["train"] % 29 == 1
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
         assert np.isfinite([*line["train"].values(), *line["val"].values()]).all()
@@ -299,10 +299,10 @@ def test_copies_are_said_and_make_nothing_look_easy(tmp_path: Path, capsys: pyte
     given |= {"num_layers": 1, "num_heads": 1, "d_hidden": 16, "d_mlp": 8, "patch_size": 4, "resize": 0, "contrastive_weight": 0.0}
     found = run({**given, "output_dir": str(tmp_path / "a")}, Action())
     kept = run({**given, "keep_duplicates": True, "output_dir": str(tmp_path / "b")}, Action())
-    counts = found["data"]["duplicates"]
+    counts = found["about"]["data"]["duplicates"]
     assert counts["test_in_train"] + counts["test_in_val"] == 30
     assert counts["train"] > 100
-    assert found["data"]["val"] + counts["val_in_train"] == kept["data"]["val"] == 80
+    assert found["about"]["data"]["val"] + counts["val_in_train"] == kept["about"]["data"]["val"] == 80
     for results in (found, kept):
         assert sum("duplicates:" in warning for warning in results["warnings"]) >= 3
     left_out = [results["predictors"]["scores"]["uniform"]["train_leave_one_out"] for results in (found, kept)]

@@ -30,6 +30,7 @@ METRICS, PREDICTIONS = "metrics.jsonl", "predictions.safetensors"
 CHECKPOINTS = tuple(f"checkpoints/{name}" for name in ("last", "best"))
 OWN = ("config.yaml", "args.txt", "model.txt", METRICS, "train_eval_results.txt", "curves.png", PREDICTIONS, RESULTS, ERROR)
 TESTED = tuple(f"{folder}/{name}" for folder in CHECKPOINTS for name in (RESULTS, PREDICTIONS))  # by --test_only, beside what it tests
+TESTED_FLAT = tuple(f"{folder}/{FLAT}" for folder in CHECKPOINTS)  # the same, of runs that have listed it
 MOST = 1 << 26  # bytes of a marker
 
 
@@ -198,7 +199,7 @@ class RunDirectory:
         """The digests of all files, then results.json, last."""
         content = files.json_bytes(results)
         self.claim([self.path / RESULTS])
-        for name in [name for name in self.files if not (self.path / name).exists() and name not in (RESULTS, *OWN, *TESTED)]:
+        for name in [name for name in self.files if not (self.path / name).exists() and name not in (RESULTS, *OWN, *TESTED, *TESTED_FLAT)]:
             del self.files[name]
         for name in self.files:  # an index has the digests of the other files of its folder
             single = "/" not in name or name.endswith(f"/{INDEX}")
@@ -303,7 +304,7 @@ def new(folder: Path | None, default: str, marker: Mapping[str, Any], overwrite:
             before = read_marker(folder)
             if own is not None:
                 RunDirectory(folder, before or {"id": "", "files": dict.fromkeys(own)})._delete_own()
-            listed = dict.fromkeys([*OWN, *TESTED])
+            listed = dict.fromkeys([*OWN, *TESTED, *TESTED_FLAT])
             directory = RunDirectory(folder, {"format": FORMAT, "id": secrets.token_hex(16), **marker, "files": listed})
             directory._write_marker()
             begun = True

@@ -20,7 +20,7 @@ from inputs.yaml_file import read_yaml
 from run.checks import check_evaluation, check_neighbors, check_validation, warn_of_copies
 from run.complete import complete
 from run.directory import ERROR, FLAT, RESULTS, RunDirectory, adopt, again, check_writable, default_name, files_of, look, new, opened
-from run.finish import Parts, finish, measure, rows_for_ood, watched
+from run.finish import Parts, finish, measure, rows_for_ood, watched, write_row
 from run.loaded import load
 from run.parts import choose_device, dry_run, load_data, with_published_normalization
 from run.plugin import digest_of, load_plugin, load_plugin_of
@@ -224,7 +224,7 @@ def set_aside(directory: RunDirectory, checkpoints: Checkpoints, lost: str) -> N
 
 
 def test(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
-    """Loads a model by its checkpoint's own configuration, evaluates it, writes results.json beside it."""
+    """Loads a model by its checkpoint's own configuration, evaluates it, writes results.json and results.csv beside it."""
     if not action.checkpoint:
         raise BadOption("test_only", "needs --checkpoint RUN")
     given = with_absolute_paths(given)
@@ -247,5 +247,6 @@ def test(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
         val = evaluate(loaded.model, evaluator.sets.val) if evaluator.sets.val is not None else None
         results = measure(evaluator, parts, where, epoch=facts["epoch"], seconds=facts.get("seconds", 0.0), val=val)
         store.write_json(where / RESULTS, results)
+        write_row(where, results)
     print(tables.table(results, where / RESULTS))
     return results

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 import signal
@@ -18,6 +20,7 @@ from PIL import Image
 from classifiers import HEADS, LinearHead
 from config import Action
 from inputs import store
+from run.directory import look
 from run.lock import Lock
 from run.run import run
 from utils import BadOption, Diverged, Stopped
@@ -223,7 +226,29 @@ def test_test_only_writes_beside_the_checkpoint(tmp_path: Path) -> None:
     assert json.loads((out / "checkpoints" / "best" / "results.json").read_text())["test"] == by_run["test"]
     elsewhere = run({"output_dir": str(tmp_path / "else"), "batch_size": 7}, Action(test_only=True, checkpoint=str(out)))
     assert elsewhere["test"]["accuracy"] == trained["test"]["accuracy"]
-    assert (tmp_path / "else" / "results.json").exists()
+    for where in (tmp_path / "else", out / "checkpoints" / "best"):
+        (line,) = csv.DictReader(io.StringIO((where / "results.csv").read_text()))
+        assert float(line["test/accuracy"]) == json.loads((where / "results.json").read_text())["test"]["accuracy"]
+    look(out, overwrite=True)  # all of it is the run's own
+
+
+def test_a_test_lists_its_table_or_leaves_it(tmp_path: Path) -> None:
+    """Of a run that was made before there was one."""
+    out = tmp_path / "run"
+    run({**TINY, "num_epochs": 1, "output_dir": str(out)}, Action())
+    best, marker = out / "checkpoints" / "best", json.loads((out / "run.json").read_text())
+    older = {name: sha for name, sha in marker["files"].items() if name != "checkpoints/best/results.csv"}
+    assert len(older) == len(marker["files"]) - 1
+    (out / "run.json").write_text(json.dumps({**marker, "files": older}))
+    (best / "results.csv").write_text("somebody's")
+    run({}, Action(test_only=True, checkpoint=str(out)))
+    assert (best / "results.csv").read_text() == "somebody's"
+    with pytest.raises(BadOption, match=r"not listed checkpoints/best/results\.csv as its own"):
+        look(out, overwrite=True)
+    (best / "results.csv").unlink()
+    run({}, Action(test_only=True, checkpoint=str(out)))
+    assert (best / "results.csv").read_text().startswith("test/accuracy,")
+    look(out, overwrite=True)
 
 
 def test_flags_that_contradict_the_checkpoint(tmp_path: Path) -> None:

@@ -5,10 +5,13 @@ In NumPy, because verdicts are given without torch, and with weights a row, beca
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+
+from experiments.statistics import Estimate
 
 BINS = 15
 
@@ -50,6 +53,7 @@ class Metric:
     scale: float = 1.0
     margin: float = 0.02
     relative: bool = False
+    most: float = math.inf  # that it can be; none is negative
     rows: Callable[[Answers], np.ndarray] | None = None
     samples: OfSamples | None = None
 
@@ -63,6 +67,11 @@ class Metric:
         if given is None and self.relative:
             return f"{self.margin:.0%} of the baseline's {self.title}".replace("%", " %")
         return f"{self.margin * self.scale if given is None else given:g} {self.unit}".rstrip() + f" of {self.title}"
+
+    def interval(self, mean: Estimate) -> tuple[float, float]:
+        """Of an arm's mean, without what no mean can be: two seeds that differ leave a wide one."""
+        low, high = mean.interval()
+        return max(low, 0.0), min(high, self.most)
 
     def of(self, answers: Answers) -> float:
         if self.rows is not None:
@@ -145,23 +154,34 @@ METRICS: dict[str, Metric] = {
             higher_is_better=True,
             unit="points",
             scale=100,
+            most=1.0,
             margin=0.003,
             rows=lambda a: a.right.astype(float),
         ),
-        Metric(name="top5", title="top-5", higher_is_better=True, unit="points", scale=100, margin=0.003, rows=lambda a: a.top5),
+        Metric(name="top5", title="top-5", higher_is_better=True, unit="points", scale=100, most=1.0, margin=0.003, rows=lambda a: a.top5),
         Metric(name="nll", title="NLL", higher_is_better=False, unit="nats", relative=True, rows=lambda a: -a.log_prob),
-        Metric(name="brier", title="Brier", higher_is_better=False, relative=True, rows=lambda a: a.squares - 2 * np.exp(a.log_prob) + 1),
-        Metric(name="ece", title="ECE", higher_is_better=False, margin=0.005, samples=calibration_error),
-        Metric(name="f1_macro", title="F1-macro", higher_is_better=True, unit="points", scale=100, margin=0.003, samples=f1_macro),
+        Metric(
+            name="brier",
+            title="Brier",
+            higher_is_better=False,
+            most=2.0,
+            relative=True,
+            rows=lambda a: a.squares - 2 * np.exp(a.log_prob) + 1,
+        ),
+        Metric(name="ece", title="ECE", higher_is_better=False, most=1.0, margin=0.005, samples=calibration_error),
+        Metric(
+            name="f1_macro", title="F1-macro", higher_is_better=True, unit="points", scale=100, most=1.0, margin=0.003, samples=f1_macro
+        ),
         Metric(
             name="balanced_accuracy",
             title="balanced accuracy",
             higher_is_better=True,
             unit="points",
             scale=100,
+            most=1.0,
             margin=0.003,
             samples=balanced_accuracy,
         ),
-        Metric(name="aurc", title="AURC", higher_is_better=False, relative=True, samples=aurc),
+        Metric(name="aurc", title="AURC", higher_is_better=False, most=1.0, relative=True, samples=aurc),
     )
 }

@@ -104,6 +104,10 @@ def _signed(metric: Metric, gain: float, decimals: int) -> str:
 def _what_settles(found: Settling, verdict: Verdict, verdicts: Verdicts) -> str:
     estimate, metric = verdict.estimate, verdicts.metric
     assert estimate is not None
+    within = f"show that it is within the margin of {amount(metric, verdict.margin)}"
+    if estimate.variance == 0:
+        rows = f"{found.rows:,} test rows" if found.rows else "more test rows than can be had"
+        return f"To {within}: {rows}, none of which tells them apart."
     of_seeds, of_rows, _ = (f"{share:.0%}".replace("%", " %") for share in estimate.spread.shares)
     least = amount(metric, detectable(estimate, verdict.level))
     known = f"{estimate.seeds} seeds on {estimate.rows:,} test rows find a difference of {least} (80 % power)."
@@ -119,6 +123,5 @@ def _what_settles(found: Settling, verdict: Verdict, verdicts: Verdicts) -> str:
         ways = f"{found.both[0]:,} seeds on {found.both[1]:,} test rows; neither alone would do"
     else:
         ways = "no number of seeds and test rows that can be had"
-    within = f"show that it is within the margin of {amount(metric, verdict.margin)}"
     aim = within if found.within else f"find one of {amount(metric, found.target)}"
     return f"{known} To {aim}: {ways}."

@@ -112,7 +112,7 @@ def cells(summary: Summary, verdicts: Verdicts) -> dict[str, str]:
     second = None if named else summary.raw if comparison.calibrated else summary.calibrated
     line = {"arm": summary.arm + (" (exploratory)" if summary.exploratory else ""), heading: "", other: "", "seeds": "", "wins": ""}
     if estimate is not None:
-        low, high = estimate.interval()
+        low, high = metric.interval(estimate)
         d = decimals_for(metric, high - low)
         line[heading] = f"{number(metric, estimate.mean, d)} ({number(metric, low, d)} to {number(metric, high, d)})"
         line["seeds"] = str(estimate.seeds) + (f" ({summary.later} exploratory)" if summary.later else "")

@@ -13,7 +13,7 @@ from experiments.looks import level as level_of
 from experiments.looks import overall
 from experiments.metrics import METRICS, Metric
 from experiments.scored import Scored, score
-from experiments.statistics import ALPHA, Estimate, Settling, holm, holm_levels, settling
+from experiments.statistics import ALPHA, MOST_ROWS, Estimate, Settling, holm, holm_levels, settling, smallest
 
 BETTER, WORSE, EQUIVALENT, UNDECIDED = "better", "worse", "equivalent", "undecided"
 SAME, NOTHING = "same", "no result"  # another name of the baseline's configuration; no pair of runs to compare
@@ -194,9 +194,12 @@ def interval(estimate: Estimate, metric: Metric, level: float) -> tuple[float, f
     """NOTE: where both are right on the very same rows there is no variance to be seen, and yet another row may tell them apart: with
     N rows, one in N would have been missed with a probability of 1/e. The bound is the share of rows that is missed in `level` of cases."""
     if metric.name == "accuracy" and estimate.mean == estimate.variance == 0:
-        most = 1 - (level / 2) ** (1 / estimate.rows)
-        return -most, most
+        return -(most := _unseen(estimate.rows, level)), most
     return estimate.interval(level)
+
+
+def _unseen(rows: int, level: float) -> float:
+    return float(1 - (level / 2) ** (1 / rows))
 
 
 def verdict_of(low: float, high: float, margin: float, metric: Metric) -> str:
@@ -214,6 +217,9 @@ def _settling(estimate: Estimate, margin: float, level: float) -> Settling | Non
     """
     if estimate.seeds == 1:
         return None
+    if estimate.variance == 0:  # not one row tells them apart
+        enough = smallest(lambda rows: _unseen(rows, level) < margin, estimate.rows, MOST_ROWS)
+        return Settling(margin, None, enough, None, within=True)
     size = abs(estimate.mean)
     within = margin - size > size
     return settling(estimate, margin - size if within else size, alpha=level, at=0.9 if within else 0.8, within=within)

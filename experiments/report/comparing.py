@@ -102,7 +102,7 @@ def scores(material: Material) -> Picture:
             number = len(arms) - 1 - i
             estimate = material.estimate(arm)
             if estimate is not None:
-                low, high = (x * metric.scale for x in estimate.interval())
+                low, high = (x * metric.scale for x in metric.interval(estimate))
                 color = TEXT if arm == material.baseline else COLORS[0]
                 axes.plot([low, high], [i, i], color=color, linewidth=1.6, gid=series(number))
                 axes.plot([estimate.mean * metric.scale], [i], marker="o", color=color, gid=series(number))
@@ -115,7 +115,7 @@ def scores(material: Material) -> Picture:
     rows = []
     for arm in arms:
         estimate = material.estimate(arm)
-        found = (estimate.mean, *estimate.interval()) if estimate else (None, None, None)
+        found = (estimate.mean, *metric.interval(estimate)) if estimate else (None, None, None)
         told = ", ".join(f"{seed}: {value:.4g}" for seed, value in of_seeds[arm].items())
         rows.append((arm, *(None if x is None else round(x * metric.scale, 6) for x in found), len(of_seeds[arm]), told))
     heads = ("arm", metric.title, "from", "to", "seeds", "each seed")
@@ -167,7 +167,7 @@ def against_cost(material: Material, key: str, title: str, unit: str, less: bool
     arms = [arm for arm in material.arms if arm in cost and material.estimate(arm) is not None]
     known = [e for arm in arms if (e := material.estimate(arm)) is not None]
     points = [(cost[arm], e.mean * metric.scale) for arm, e in zip(arms, known, strict=True)]
-    bounds = [(low * metric.scale, high * metric.scale) for low, high in (e.interval() for e in known)]
+    bounds = [(low * metric.scale, high * metric.scale) for low, high in map(metric.interval, known)]
     if len(points) < 2 or len({c for c, _ in points}) < 2:  # of one cost there is no price to be seen
         return None
     front = pareto(points, less_cost=less, higher=metric.higher_is_better)

@@ -22,7 +22,7 @@ def headline(material: Material) -> list[str]:
             states = ", ".join(dict.fromkeys(run.state for run in material.runs if run.arm == arm)) or "no run"
             lines.append(f"{arm}: no result yet ({states}).")
             continue
-        low, high = estimate.interval()
+        low, high = metric.interval(estimate)
         d = decimals_for(metric, high - low)
         unit = " %" if metric.scale == 100 else ""
         mean, low_text, high_text = (number(metric, x, d) for x in (estimate.mean, low, high))

@@ -82,7 +82,7 @@ def sweep(material: Material, option: str, title: str, label: str) -> Picture | 
         handles = []
         for i, arms in enumerate(lines):
             found = [(x, e) for x, arm in arms.items() if (e := material.estimate(arm))]
-            points = [(x, *(v * metric.scale for v in (e.mean, *e.interval()))) for x, e in found]
+            points = [(x, *(v * metric.scale for v in (e.mean, *metric.interval(e)))) for x, e in found]
             x, y, low, high = (np.array(part) for part in zip(*points, strict=True))
             handles += axes.plot(x, y, marker="o", gid=series(i), **look_of(i))
             axes.vlines(x, low, high, color=look_of(i)["color"], linewidth=0.8, alpha=0.7)
@@ -96,7 +96,7 @@ def sweep(material: Material, option: str, title: str, label: str) -> Picture | 
     for arms in lines:
         for x, arm in arms.items():
             if e := material.estimate(arm):
-                rows.append((arm, x, *(round(v * metric.scale, 6) for v in (e.mean, *e.interval()))))
+                rows.append((arm, x, *(round(v * metric.scale, 6) for v in (e.mean, *metric.interval(e)))))
     about = f"Arms that differ in --{option} alone, with 95 % intervals; small marks are seeds."
     heads = ("arm", label, metric.title, "from", "to")
     name, height = f"sweep-{option.lower().replace('_', '-')}", 2.3 + legend_height(names)

@@ -100,6 +100,16 @@ def test_of_a_mean_the_bootstrap_finds_the_closed_form() -> None:
     assert found.df == pytest.approx(exact.df, rel=0.1)
 
 
+def test_an_interval_ends_where_the_metric_does() -> None:
+    """Two seeds that differ by 10 points: t with 1 degree of freedom is 12.7, so the interval were 0.9 +- 0.64."""
+    rows = np.repeat([[0.85], [0.95]], 100, axis=1)
+    low, high = crossed(rows).interval()
+    assert (low, high) == pytest.approx((0.9 - 12.7062 * 0.05, 0.9 + 12.7062 * 0.05), abs=1e-4)
+    assert METRICS["accuracy"].interval(crossed(rows)) == (low, 1.0)
+    assert METRICS["nll"].interval(crossed(rows)) == (low, high)
+    assert METRICS["nll"].interval(crossed(rows - 0.8))[0] == 0.0
+
+
 def test_samples_are_the_same_in_chunks_and_every_time() -> None:
     def mean(weights: np.ndarray) -> np.ndarray:
         return weights @ np.arange(11.0)

@@ -214,6 +214,10 @@ def test_right_on_the_very_same_rows_is_not_certainty(tmp_path: Path) -> None:
     found = only(compared(cells))
     assert found.verdict == UNDECIDED
     assert found.high == -found.low == pytest.approx(1 - 0.025 ** (1 / ROWS))
+    assert sentence(found, judge(compared(cells))).endswith(
+        # 1 - 0.025 ** (1 / n) is below 0.003 from n = log(0.025) / log(0.997) = 1227.8 on
+        "To show that it is within the margin of 0.3 points: 1,228 test rows, none of which tells them apart."
+    )
     assert only(compared(cells, margin=8)).verdict == EQUIVALENT
     assert only(compared(cells, metric="nll")).verdict == EQUIVALENT  # that the very same probabilities come by chance need not be feared
 

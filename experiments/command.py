@@ -93,6 +93,11 @@ def compare(runs: Sequence[str], typed: Mapping[str, str], asked: Asked) -> int:
     jobs = parse_whole_number("jobs", asked.jobs or "1", 1)
     plan = planned(folder, typed, asked, declared, jobs)
     from_plan(plan, (), {})  # what can't be compared is refused before anything is loaded
+    if plan.trackers:
+        from training.progress import check_tracker  # late: torch takes its time
+
+        for name in plan.trackers:
+            check_tracker(name)
     if asked.dry_run:
         show_plan(plan, folder, jobs)
         return 0
@@ -347,7 +352,7 @@ class Making:
         states = self.states(wanted)
         missing = [place for place in wanted if not (place.run / RESULTS).exists()]
         if len(missing) < len(wanted):
-            conclude(self.comparison(), self.folder)
+            conclude(self.comparison(), self.folder, self.plan.trackers)
             if any(arm.published for arm in self.plan.arms):
                 print("\n" + beside_published(self.plan, self.places(self.plan.seeds), self.same_as, self.folder))
         for seed in self.plan.seeds:
@@ -365,7 +370,18 @@ class Making:
         return 1 if missing else 0
 
 
-def conclude(comparison: Comparison, folder: Path) -> None:
-    from experiments.tables import write
+def conclude(comparison: Comparison, folder: Path, trackers: Sequence[str] = ()) -> None:
+    """`trackers` are told a verdict once."""
+    from experiments.tables import COMPARED, write
 
-    print(write(compared(comparison), folder))
+    verdicts, before = compared(comparison), content_of(folder / COMPARED)
+    text = write(verdicts, folder)
+    print(text)
+    if trackers and content_of(folder / COMPARED) != before:
+        from experiments.tracking import tell
+
+        tell(trackers, verdicts, text, folder)
+
+
+def content_of(file: Path) -> bytes:
+    return file.read_bytes() if file.is_file() else b""

@@ -70,6 +70,11 @@ class Plan:
     def margin_means(self) -> str:
         return METRICS[self.metric].margin_in_words(self.margin)
 
+    @property
+    def trackers(self) -> list[str]:
+        """Those that runs use, each once."""
+        return list(dict.fromkeys(name for arm in self.arms if (name := str(arm.flags.get("tracker", "none"))) != "none"))
+
     def body(self) -> dict[str, Any]:
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "arms"}
         values |= {name: getattr(self, name) for name in FOLLOWING}

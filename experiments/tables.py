@@ -15,6 +15,8 @@ from experiments.sentences import sentence
 from experiments.summary import Summary, all_scores, cells, cost_of, notes, shares_lines, summaries
 from experiments.verdict import Verdict, Verdicts
 
+COMPARED = "comparison.json"
+
 
 def write(verdicts: Verdicts, folder: Path) -> str:
     """Writes table.csv, table.md, table.tex, comparison.json and results.csv; returns the text for the terminal."""
@@ -29,7 +31,7 @@ def write(verdicts: Verdicts, folder: Path) -> str:
         "table.csv": as_csv([_flat(arm, verdicts) for arm in arms]),
         "table.md": as_markdown(lines, below),
         "table.tex": as_latex(lines),
-        "comparison.json": json.dumps(as_json(verdicts, arms), indent=1, allow_nan=False) + "\n",
+        COMPARED: json.dumps(as_json(verdicts, arms), indent=1, allow_nan=False) + "\n",
         "results.csv": as_csv(run_rows(verdicts)),
     }
     for name, text in content.items():
@@ -117,7 +119,7 @@ def as_csv(rows: Sequence[dict[str, Any]]) -> str:
 def _flat(arm: Summary, verdicts: Verdicts) -> dict[str, Any]:
     """An arm's line in numbers, as results.json has them."""
     estimate, verdict = arm.estimate, arm.verdict
-    low, high = estimate.interval() if estimate else (None, None)
+    low, high = verdicts.metric.interval(estimate) if estimate else (None, None)
     judged = verdict if verdict and verdict.estimate else None
     return {
         "arm": arm.arm,

@@ -74,7 +74,7 @@ def rows_for_ood(config: Config, data: Data, device: torch.device) -> AnyBatches
 def finish(parts: Parts, directory: RunDirectory, action: flags.Action, checkpoints: Checkpoints, *, resume: bool) -> dict[str, Any]:
     """Trains, tests the best epoch once, writes results.json last."""
     config = parts.config
-    with tracked(config.output.tracker, directory.path, config.flat(), directory) as tracker:
+    with tracked(config.output.tracker, directory.path, flags.effective(config), directory) as tracker:
         return _finish(parts, directory, action, checkpoints, tracker=tracker, resume=resume)
 
 

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ class Tracker:
         pass
 
     def results(self, results: Results) -> None:
-        """Once, after the test."""
+        """Once, after the test, or of a comparison after its verdict."""
 
     def finish(self) -> None:
         pass
@@ -80,12 +81,13 @@ class Tracker:
 
 @dataclass(frozen=True)
 class Results:
-    """What a tracker is told at the end of a run: test scores by name, options that had an effect, PNG files by name, the final table."""
+    """What a tracker is told at the end of a run: test scores by name, options that had an effect, PNG files by name, the final table.
+    Of a comparison: differences by arm, what was declared, the figures of the verdict, and the verdict in words."""
 
     scores: Mapping[str, float]
     options: Mapping[str, Any]
     figures: Mapping[str, bytes]
-    table: str
+    text: str
 
 
 class TensorBoard(Tracker):
@@ -106,7 +108,7 @@ class TensorBoard(Tracker):
         self.writer.add_hparams(options, dict(results.scores), run_name=".")
         for name, png in results.figures.items():
             self.writer.add_image(name, np.asarray(picture(png)), dataformats="HWC")
-        self.writer.add_text("results", f"```\n{results.table}\n```")
+        self.writer.add_text("results", f"```\n{results.text}\n```")
 
     def finish(self) -> None:
         self.writer.close()
@@ -119,14 +121,15 @@ class WandB(Tracker):
     package = "wandb"
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        self.run = importlib.import_module(self.package).init(project="neighbor-attention", name=folder.name, config=dict(config))
+        self.run = importlib.import_module(self.package).init(project="neighbor-attention", name=name_of(folder), config=dict(config))
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         importlib.import_module(self.package).log(dict(values), step=step)
 
     def results(self, results: Results) -> None:
         package = importlib.import_module(self.package)
-        package.log({**results.scores, **{name: package.Image(picture(png)) for name, png in results.figures.items()}})
+        figures = {name: package.Image(picture(png)) for name, png in results.figures.items()}
+        package.log({**results.scores, **figures, "results": package.Html(f"<pre>{escape(results.text)}</pre>")})
         if hasattr(self.run, "summary"):
             self.run.summary.update(dict(results.scores))
 
@@ -136,6 +139,12 @@ class WandB(Tracker):
 
 class Trackio(WandB):  # trackio has wandb's interface by design
     package = "trackio"
+
+
+def name_of(folder: Path) -> str:
+    """What a run is called beside others: its directory; of a cell, whose directory is named after its seed, comparison and arm as well."""
+    parts = folder.resolve().parts
+    return "/".join((parts[-4], *parts[-2:])) if len(parts) > 3 and parts[-3] == "cells" else folder.resolve().name
 
 
 def picture(png: bytes) -> Any:
@@ -163,11 +172,17 @@ def tracked(name: str, folder: Path, config: Mapping[str, Any], owner: Owner | N
 
 
 def tell_results(tracker: Tracker, results: Results) -> None:
-    """NOTE: the run is over and written: a tracker that can't be reached takes nothing from it."""
-    try:
+    with without_harm("the run has them all"):
         tracker.results(results)
+
+
+@contextlib.contextmanager
+def without_harm(kept: str) -> Iterator[None]:
+    """NOTE: what is told is over and written: a tracker that can't be reached takes nothing from it."""
+    try:
+        yield
     except Exception as error:
-        warn(f"tracker: the results did not reach it ({type(error).__name__}: {shortened(error, 120)}); the run has them all")
+        warn(f"tracker: the results did not reach it ({type(error).__name__}: {shortened(error, 120)}); {kept}")
 
 
 def check_tracker(name: str) -> None:

@@ -24,6 +24,7 @@ from experiments.metrics import METRICS, Answers, Metric
 from experiments.read import answers, kept
 from experiments.read import results as read_results
 from experiments.statistics import Estimate, crossed
+from experiments.tables import COMPARED
 from experiments.verdict import Verdicts
 from inputs.indexed import digest_of, read_index
 from inputs.yaml_file import read_mapping
@@ -31,7 +32,6 @@ from run.directory import ERROR, RESULTS, state_of
 from run.directory import METRICS as EPOCHS
 from utils import BadOption, check_file
 
-COMPARED = "comparison.json"
 UNREADABLE = "unreadable"
 DEEP = 4  # folders below one that is asked for
 

@@ -24,7 +24,7 @@ def png() -> bytes:
 
 def results() -> Results:
     options = {"dataset": "wine", "lr": 0.125, "augment": False, "betas": (0.9, 0.99)}
-    return Results({"test/accuracy": 0.75, "test/nll": 1.5}, options, {"curves": png()}, "the table")
+    return Results({"test/accuracy": 0.75, "test/nll": 1.5}, options, {"curves": png()}, "the <table>")
 
 
 def test_tensorboard_holds_scores_options_and_figures(tmp_path: Path) -> None:

@@ -329,14 +329,15 @@ def _run(words: list[str]) -> int:
 
 
 def completion(words: list[str]) -> str | None:
-    """The answer to --install-completion [SHELL] and --show-completion; None to anything else."""
+    """The answer to --install-completion [SHELL] and --show-completion [SHELL]; None to anything else."""
     first, *rest = [word.replace("-", "_") for word in words[:2]] or [""]
     if first not in ("__install_completion", "__show_completion"):
         return None
     from explain import completion
 
     own = {name: flags_of(command) for name, command in NAMES.items()}
-    return completion.script(own) if first == "__show_completion" else completion.install(rest[0] if rest else None, own)
+    shell = completion.shell_of(rest[0] if rest else None)
+    return completion.script(shell, own) if first == "__show_completion" else completion.install(shell, own)
 
 
 def unexpected(error: Exception) -> str:

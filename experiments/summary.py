@@ -134,12 +134,12 @@ def difference_heading(verdicts: Verdicts) -> str:
 
 def _cost_cells(summary: Summary) -> dict[str, str]:
     cost = summary.cost
-    speed = cost["images_per_second"]
+    speed, params = cost["images_per_second"], cost["params"]
     ratio = f", {summary.verdict.time:.2f} x" if summary.verdict and summary.verdict.time else ""
     quartiles = [cost[f"images_per_second_{end}"] for end in ("low", "high")]
     between = "" if None in quartiles else f" ({quartiles[0]:,.0f} to {quartiles[1]:,.0f})"
     return {
-        "parameters": "" if cost["params"] is None else f"{cost['params'] / 1e6:.3f} M",
+        "parameters": "" if params is None else f"{params / 1e6:.3f} M" if params >= 1e5 else f"{params:,.0f}",
         "GFLOPs": "" if cost["gflops"] is None else f"{cost['gflops']:.4g}",
         "images/s (quartiles)": "" if speed is None else f"{speed:,.0f}{between}",
         "peak memory": "" if not cost["peak_memory_mb"] else f"{cost['peak_memory_mb']:,.0f} MB",

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from experiments.report.ink import COLORS, TEXT, Picture, Table, cut, legend_below, legend_height, log_scale, mark_of, series
 from experiments.report.material import Material
@@ -20,19 +21,21 @@ COSTS = (
     ("params", "parameters", "M", True),
     ("peak_memory_mb", "peak memory", "MB", True),
 )
+# Of small models: below a tenth of a unit, the next smaller one
+SMALLER = {"M": ("thousand", 1e3), "thousand": ("", 1e3), "GFLOPs": ("MFLOPs", 1e3), "MFLOPs": ("kFLOPs", 1e3)}
 ROW = 0.3  # inches of an arm in a list
 
 
 def pictures(material: Material) -> Iterator[Picture]:
     if material.verdicts is not None:
         yield forest(material)
-    if any(material.estimate(arm) for arm in material.arms):
+    if len(material.runs) > 1 and any(material.estimate(arm) for arm in material.arms):
         yield scores(material)
-    if len(material.arms) > 1:
+    if len(material.arms) > 1:  # of one arm, the table has all of it
         for cost in COSTS:
             if picture := against_cost(material, *cost):
                 yield picture
-    yield from (p for cost in (COSTS[0], COSTS[1], COSTS[4]) if (p := bars(material, *cost)))
+        yield from (p for cost in (COSTS[0], COSTS[1], COSTS[4]) if (p := bars(material, *cost)))
 
 
 # ---------------------------------------------------------------- lists of arms
@@ -67,7 +70,8 @@ def forest(material: Material) -> Picture:
         margins = [v.margin * metric.scale for v in arms if v.estimate is not None]
         if margins:
             axes.axvspan(-max(margins), max(margins), color=TEXT, alpha=0.1, linewidth=0)
-        axes.axvline(0, color=TEXT, linewidth=0.8, linestyle=(0, (4, 2)))
+        for i in range(len(arms)):  # not through the names
+            axes.plot([0, 0], [i - 0.34, i + 0.14], color=TEXT, linewidth=0.8, zorder=1)
         axes.set_xlabel(f"difference in {metric.title} ({unit}); better is {better}")
         listed(axes, [v.arm for v in arms])
 
@@ -162,6 +166,15 @@ def pareto(points: Sequence[tuple[float, float]], *, less_cost: bool, higher: bo
     return sorted(front, key=lambda i: points[i])
 
 
+def in_unit(unit: str, most: float) -> tuple[str, float]:
+    """The unit in which numbers up to `most` can be read, and how many of it are one of `unit`."""
+    scale = 1.0
+    while most * scale < 0.1 and unit in SMALLER:
+        unit, times = SMALLER[unit]
+        scale *= times
+    return unit, scale
+
+
 def against_cost(material: Material, key: str, title: str, unit: str, less: bool) -> Picture | None:
     metric, cost = material.metric, costs_of(material, key)
     arms = [arm for arm in material.arms if arm in cost and material.estimate(arm) is not None]
@@ -170,6 +183,9 @@ def against_cost(material: Material, key: str, title: str, unit: str, less: bool
     bounds = [(low * metric.scale, high * metric.scale) for low, high in map(metric.interval, known)]
     if len(points) < 2 or len({c for c, _ in points}) < 2:  # of one cost there is no price to be seen
         return None
+    unit, scale = in_unit(unit, max(c for c, _ in points))
+    points = [(c * scale, y) for c, y in points]
+    axis = f"{title} ({unit})" if unit else title
     front = pareto(points, less_cost=less, higher=metric.higher_is_better)
 
     def draw(figure: Figure) -> None:
@@ -182,7 +198,10 @@ def against_cost(material: Material, key: str, title: str, unit: str, less: bool
         costs = [c for c, _ in points]
         if min(costs) > 0 and max(costs) > 20 * min(costs):
             log_scale(axes, x=True)
-        axes.set(xlabel=f"{title} ({unit}); better is {'left' if less else 'right'}")
+        else:
+            axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+            axes.ticklabel_format(axis="x", style="plain", useOffset=False)
+        axes.set(xlabel=f"{axis}; better is {'left' if less else 'right'}")
         axes.set_ylabel(f"{metric.title}{' (%)' if metric.scale == 100 else ''}")
         axes.margins(x=0.12)
         legend_below(figure, handles, arms)
@@ -190,12 +209,12 @@ def against_cost(material: Material, key: str, title: str, unit: str, less: bool
     rows = []
     for i, arm in enumerate(arms):
         rows.append((arm, *(round(x, 6) for x in (*points[i], *bounds[i])), "yes" if i in front else "no"))
-    heads = ("arm", f"{title} ({unit})", metric.title, "from", "to", "on the Pareto front")
+    heads = ("arm", axis, metric.title, "from", "to", "on the Pareto front")
     on_front = ", ".join(cut(arms[i], 60) for i in front)
     about = f"Bars are 95 % intervals; the broken line joins the Pareto front, the arms that none beats in both: {on_front}."
     name = f"{metric.title[0].upper()}{metric.title[1:]} against {title}"
     height = 2.4 + legend_height(arms)
-    said = tuple(f"{arm}: {y:.4g} at {x:.4g} {unit}" for arm, (x, y) in zip(arms, points, strict=True))
+    said = tuple(f"{arm}: {y:.4g} at {x:.4g} {unit}".rstrip() for arm, (x, y) in zip(arms, points, strict=True))
     anchor = f"cost-{key.replace('_', '-')}"
     return Picture(name=anchor, title=name, about=about, table=Table(heads, rows), draw=draw, height=height, series=said)
 

@@ -54,6 +54,24 @@ def score_table(material: Material) -> Table:
     return Table(headings, table)
 
 
+def predictors_table(material: Material) -> Table | None:
+    """Of one arm: its head's own predictor beside the others, means over seeds."""
+    if len(material.arms) > 1:
+        return None
+    of_seeds = [(cell.run.results.get("predictors") or {}).get("scores") or {} for cell in material.of(material.arms[0])]
+    names = [name for name in (of_seeds[0] if of_seeds else ()) if all(name in scores for scores in of_seeds)]
+    if len(names) < 2:
+        return None
+    short = SCORES[:3]
+    rows = []
+    for name in names:
+        row: list[Any] = [name]
+        for variant in ("raw", "calibrated"):
+            row += [_mean([of[name].get(variant, {}).get(score) for of in of_seeds], scale) for _, score, scale in short]
+        rows.append(row)
+    return Table(["predictor", *(h for h, _, _ in short), *(f"{h}, calibrated" for h, _, _ in short)], rows)
+
+
 def runs_table(material: Material) -> Table:
     headings = ["run", "state", *(h for h, _, _ in SCORES), *(f"{h}, calibrated" for h, _, _ in SCORES[:3])]
     headings += ["best epoch", "parameters", "images/s", "peak memory (MB)", "training time (s)", "load"]

@@ -122,7 +122,7 @@ def neighbors(run: Run, loaded: Any, said: Answers, number: int) -> Picture:
     heads += ["weight (%)", "squared distance"]
     about = (
         f"{cut(run.name, 200)}: test images at the left, then the training images with the most weight in the vote. A blue frame is of the "
-        f"query's true class, a broken orange one of another; below it its class and weight. {'. '.join(votes.notes())}."
+        f"query's true class, a broken orange one of another; below it its class and weight. {'; '.join(votes.notes())}."
     )
     tall = tallest([case.pixels for case in cases])
     height = len(cases) * (tall + 0.85) * INCH + 0.1
@@ -157,7 +157,7 @@ def draw_cases(figure: Figure, *, cases: Sequence[Case], tall: float) -> None:
             left = 1.25 + j * 1.04
             color, line = (COLORS[0], "-") if n.true else (COLORS[1], (0, (2, 1)))
             picture_at(axes, pixels, left, top + 0.3, tall, color, line)
-            words = f"{cut(n.label, 9)} {n.weight:.0%}"
+            words = f"{cut(n.label, 9)} ({n.weight:.0%})"
             axes.text(left + 0.48, top + 0.3 + tall + 0.16, words, fontsize=min(6.0, 60 / max(1, len(words))), ha="center", va="center")
     axes.set(xlim=(-0.05, 1.25 + NEAR * 1.04), ylim=(len(cases) * step, 0), aspect="equal")
     axes.axis("off")
@@ -196,27 +196,59 @@ def tokens(run: Run, loaded: Any, said: Answers, number: int) -> Picture:
                     rows.append((c + 1, depths[c].name, *(f"{a},{b}" for a, b in (query, place)), round(100 * float(weight[patch]), 3)))
     heads = ("depth", "layer", "patch that reads", "patch that is read", "weight (%)")
     true = loaded.data.classes[said.label[row]]
+    tall = min(2.0, max(0.5, grid.height / grid.width))
+    layout = Layout(len(queries), len(columns), tall)
     about = (
-        f"{cut(run.name, 200)}: test row {row}, class {cut(true, 60)}. Each row is a patch that reads (framed), each column a depth; "
+        f"{cut(run.name, 200)}: test row {row}, class {cut(true, 60)}. {layout.words}; "
         "the area of a dot is the attention weight of the patch under it, mean over heads."
     )
-    tall = min(2.0, max(0.5, grid.height / grid.width))
     titles = [f"depth {c + 1} of {len(depths)}" for c in columns]
-    draw = partial(draw_tokens, image=small(pixels), grid=grid, queries=queries, weights=weights, titles=titles, tall=tall)
-    height = (len(queries) * (tall + 0.12) + 0.4) * WIDTH / (len(columns) * 1.08)
+    draw = partial(draw_tokens, image=small(pixels), grid=grid, queries=queries, weights=weights, titles=titles, layout=layout)
+    height = layout.height * WIDTH / (layout.across * 1.08)
     title = f"What patches read: {cut(run.name, 80)}"
     return Picture(name=f"tokens-{number}", title=title, about=about, table=Table(heads, rows), draw=draw, height=height)
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Where the picture of a query and a depth stands: in a row for each query or, of few depths, in a column for each."""
+
+    queries: int
+    depths: int
+    tall: float  # a picture, in its width
+
+    @property
+    def upright(self) -> bool:
+        return self.depths < self.queries
+
+    @property
+    def words(self) -> str:
+        one, other = ("column", "row") if self.upright else ("row", "column")
+        return f"Each {one} is a patch that reads (framed), each {other} a depth"
+
+    @property
+    def across(self) -> int:
+        return self.queries if self.upright else self.depths
+
+    @property
+    def height(self) -> float:
+        return self.place(self.queries - 1, self.depths - 1)[1] + self.tall + 0.1
+
+    def place(self, query: int, depth: int) -> tuple[float, float]:
+        if self.upright:
+            return query * 1.08, 0.3 + depth * (self.tall + 0.34)
+        return depth * 1.08, 0.3 + query * (self.tall + 0.12)
+
+
 def draw_tokens(
-    figure: Figure, *, image: np.ndarray, grid: Any, queries: Sequence[tuple[int, int]], weights: Any, titles: Sequence[str], tall: float
+    figure: Figure, *, image: np.ndarray, grid: Any, queries: Sequence[tuple[int, int]], weights: Any, titles: Sequence[str], layout: Layout
 ) -> None:
     """Dots on the image, which stays to be seen between them."""
-    axes = figure.add_subplot()
+    axes, tall = figure.add_subplot(), layout.tall
     dots: list[list[tuple[float, float]]] = [[] for _ in range(SIZES + 1)]  # by size: a page has room for a few shapes, not for each dot
     for i, (query, of_depths) in enumerate(zip(queries, weights, strict=True)):
         for j, weight in enumerate(of_depths):
-            left, top = j * 1.08, 0.3 + i * (tall + 0.12)
+            left, top = layout.place(i, j)
             axes.imshow(image, extent=(left, left + 1, top + tall, top), interpolation="none", aspect="auto")
             row, column = np.divmod(np.arange(len(weight)), grid.width)
             size = np.ceil(SIZES * np.sqrt(weight / max(float(weight.max()), 1e-9))).astype(int)
@@ -226,13 +258,14 @@ def draw_tokens(
             for color, line in (("white", "-"), (COLORS[0], (0, (2, 1)))):  # seen on bright and dark patches
                 frame = Rectangle(place, 1 / grid.width, tall / grid.height, fill=False, edgecolor=color, linestyle=line, linewidth=1.6)
                 axes.add_patch(frame)
-    largest = 0.75 * WIDTH * 72 / (len(titles) * 1.08 * grid.width)  # points
+    largest = 0.62 * WIDTH * 72 / (layout.across * 1.08 * grid.width)  # points
     for size, places in enumerate(dots):
         if places:
             x, y = zip(*places, strict=True)
             (points,) = axes.plot(x, y, marker="o", linestyle="none", color="#ff8c1a")
             points.set(markersize=largest * size / SIZES, markeredgecolor="black", markeredgewidth=0.4)
     for j, title in enumerate(titles):
-        axes.text(j * 1.08 + 0.5, 0.14, title, ha="center", va="center", fontsize=7)
-    axes.set(xlim=(-0.02, len(titles) * 1.08 - 0.06), ylim=(0.3 + len(queries) * (tall + 0.12), 0), aspect="equal")
+        left, top = layout.place(0, j)
+        axes.text(left + 0.5, top - 0.14, title, ha="center", va="center", fontsize=7)
+    axes.set(xlim=(-0.02, layout.across * 1.08 - 0.06), ylim=(layout.height, 0), aspect="equal")
     axes.axis("off")

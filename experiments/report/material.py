@@ -256,9 +256,17 @@ def of_runs(folders: Sequence[Path], title: str) -> Material:
     cells = [Shown(run.arm, run) for run in runs]
     arms = tuple(dict.fromkeys(names))
     if len(arms) == 1:
-        return Material(title, tuple(runs), tuple(cells), arms, arms[0], why_not="One configuration: there is nothing to compare it with.")
+        title = f"{runs[0].name}{on_data(values[0])}" if len(runs) == 1 else title
+        why_not = "One configuration: there is nothing to compare it with." if len(runs) > 1 else ""
+        return Material(title, tuple(runs), tuple(cells), arms, arms[0], why_not=why_not)
     of_cells = tuple(Cell(run.arm, run.seed, run.state, run.folder if run.results else None) for run in runs)
     return material(title, runs, cells, Comparison(arms=arms, baseline=arms[0], cells=of_cells))
+
+
+def on_data(config: dict[str, Any]) -> str:
+    """ ", on digits"; of files, the name of the last."""
+    name = str(config.get("dataset") or "").rpartition("/")[2]
+    return f", on {name}" if name else ""
 
 
 def material(title: str, runs: Sequence[Run], cells: Sequence[Shown], comparison: Comparison, plan_hash: str = "") -> Material:

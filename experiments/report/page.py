@@ -12,13 +12,14 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from experiments.report.facts import headline, runs_table, score_table, told_of
+from experiments.report.facts import headline, predictors_table, runs_table, score_table, told_of
 from experiments.report.ink import Drawn, Picture, Table
 from experiments.report.material import Material, Run, plain
 from experiments.sentences import sentence
 from experiments.summary import notes, shares_lines
 
 HERE = Path(__file__).parent
+FEW_ROWS = 2  # of a table that needs no filter
 MOST_ROWS = 100  # of a figure's data that stand in the page as a table; the rest is in its JSON and CSV
 
 
@@ -58,7 +59,7 @@ def page(material: Material, sections: Sequence[Section], *, going: bool = False
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     shown = [section for section in sections if section.drawn or section.lines]
-    links = [("verdict", "Verdict"), ("table", "Table"), *((s.name, s.title) for s in shown), ("runs", "Runs")]
+    links = [("verdict", verdict_title(material)), ("table", "Table"), *((s.name, s.title) for s in shown), ("runs", "Runs")]
     reload_box = '<p><label><input type="checkbox" id="going" checked> runs go on: look again every 15 seconds</label></p>' if going else ""
     body = [
         '<a class="skip" href="#main">Skip to the content</a>',
@@ -96,6 +97,10 @@ def count_of(material: Material) -> str:
 # ---------------------------------------------------------------- verdict and tables
 
 
+def verdict_title(material: Material) -> str:
+    return "Verdict" if len(material.arms) > 1 else "Result"
+
+
 def verdict_section(material: Material) -> str:
     items = []
     verdicts = material.verdicts
@@ -103,7 +108,7 @@ def verdict_section(material: Material) -> str:
         items += [(sentence(v, verdicts), v.verdict) for v in verdicts.verdicts]
     else:
         items += [(line, "") for line in headline(material)]
-    parts = ['<section id="verdict"><h2>Verdict</h2><ul class="verdicts">']
+    parts = [f'<section id="verdict"><h2>{verdict_title(material)}</h2><ul class="verdicts">']
     parts += [f'<li class="{text(kind.partition(" ")[0])}">{text(line)}</li>' for line, kind in items]
     parts += ["</ul>", f"<p>{text(material.why_not)}</p>" if material.why_not else ""]
     failed = [run for run in material.runs if run.error]
@@ -116,37 +121,57 @@ def verdict_section(material: Material) -> str:
     return "".join([*parts, "</section>"])
 
 
+def tables_of(material: Material) -> dict[str, tuple[str, Table]]:
+    """Title and table by name. Of one run there is one line, and its predictors."""
+    of_predictors = predictors_table(material)
+    found = {"arms": ("Arms", score_table(material))} if len(material.runs) > 1 else {}
+    found |= {"predictors": ("Predictors of the same test rows", of_predictors)} if of_predictors else {}
+    return found | {"each-run": ("Each run" if len(material.runs) > 1 else "The run", runs_table(material))}
+
+
 def table_section(material: Material) -> str:
-    of_arms, of_runs = score_table(material), runs_table(material)
-    parts = ['<section id="table"><h2>Table</h2>', sortable("arms", "Arms", of_arms, baseline=material.baseline)]
-    parts += ['<h3 id="all-runs">Each run</h3>', sortable("each-run", "Each run", of_runs), "</section>"]
-    return "".join(parts)
+    parts = ['<section id="table"><h2>Table</h2>']
+    for name, (title, table) in tables_of(material).items():
+        heading = "" if name == "arms" else f'<h3 class="of-table">{title}</h3>'
+        parts += [heading, sortable(name, title, table, baseline=material.baseline if len(material.arms) > 1 else "")]
+    return "".join([*parts, "</section>"])
 
 
 def sortable(name: str, title: str, table: Table, baseline: str = "") -> str:
     """A table whose headings sort it, with a field that filters it by its first column."""
     heads = "".join(f'<th scope="col" aria-sort="none"><button type="button">{text(h)}</button></th>' for h in table.headings)
     rows = []
+    digits = [max((_digits(row[column]) for row in table.rows), default=0) for column in range(1, len(table.headings))]
     for row in table.rows:
         kind = ' class="baseline"' if baseline and row[0] == baseline else ""
-        rows.append(f'<tr{kind}><th scope="row">{text(row[0])}</th>{"".join(map(_cell, row[1:]))}</tr>')
-    return (
-        f'<div class="tools"><label for="{name}-filter">Filter by name</label>'
+        cells = "".join(map(_cell, row[1:], digits))
+        rows.append(f'<tr{kind}><th scope="row">{text(row[0])}</th>{cells}</tr>')
+    by_name = (
+        f'<label for="{name}-filter">Filter by name</label>'
         f'<input type="search" id="{name}-filter" data-filters="{name}-table"><span id="{name}-filter-count" role="status"></span>'
+    )
+    return (
+        f'<div class="tools">{by_name if len(rows) > FEW_ROWS else ""}'
         f'<button class="plain" type="button" data-csv="{name}">CSV</button></div>'
         f'<div class="scroll long" tabindex="0" role="region" aria-label="{text(title)}"><table class="sortable" id="{name}-table">'
         f'<thead><tr>{heads}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
     )
 
 
-def _cell(value: Any) -> str:
+def _cell(value: Any, digits: int | None = None) -> str:
+    """`digits` behind the point, where all numbers of a column have as many."""
     if value is None:
         return "<td></td>"
-    return f'<td class="number">{text(_number(value))}</td>' if isinstance(value, int | float) else f"<td>{text(value)}</td>"
+    return f'<td class="number">{text(_number(value, digits))}</td>' if isinstance(value, int | float) else f"<td>{text(value)}</td>"
 
 
-def _number(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
+def _number(value: float, digits: int | None = None) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}" if digits is None else f"{value:,.{digits}f}"
+
+
+def _digits(value: Any) -> int:
+    text = _number(value) if isinstance(value, float) else ""
+    return len(text.partition(".")[2]) if "e" not in text else 6
 
 
 # ---------------------------------------------------------------- figures
@@ -250,7 +275,7 @@ def packed(table: Table) -> dict[str, Any]:
 def data_of(material: Material, sections: Iterable[Section]) -> dict[str, Any]:
     """All numbers of the page, for programs."""
     tables: dict[str, Any] = {}
-    for name, table in (("arms", score_table(material)), ("each-run", runs_table(material))):
+    for name, (_, table) in tables_of(material).items():
         tables[name] = packed(table)
     for section in sections:
         for picture, _ in section.drawn:

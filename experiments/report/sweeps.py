@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 import config as flags
 from experiments.report.comparing import seed_values
 from experiments.report.confidence import counts_of, names_of
-from experiments.report.ink import Picture, Table, cut, legend_below, legend_height, log_scale, look_of, series
+from experiments.report.ink import LEGEND, Picture, Table, cut, legend_below, legend_height, log_scale, look_of, series
 from experiments.report.material import Material
 
 # Option, title, what its axis says
@@ -25,6 +25,7 @@ OPTIONS = (
     ("imbalance", "Long tail", "rows of the last class / rows of the first"),
 )
 TAIL = 0.5  # least class over largest, from which on there is a tail
+LEARNED = ("interpolation", "attention")  # of an arm's predictors, those that a reader asks for first
 IN_LAYER = re.compile(r"\bK\s*=\s*(\d+)")
 
 
@@ -110,6 +111,7 @@ def by_k(material: Material) -> Picture | None:
     """Several k in one evaluation (--k_eval 1,5,25)."""
     metric = material.metric
     lines: dict[str, dict[int, float]] = {}
+    own: set[str] = set()  # a line of each arm
     variant = "calibrated" if material.calibrated else "raw"
     for arm in material.arms:
         found: dict[str, dict[int, list[float]]] = {}
@@ -119,27 +121,31 @@ def by_k(material: Material) -> Picture | None:
                 for k, scores in of_k.items():
                     if scores.get(metric.name) is not None:
                         found.setdefault(predictor, {}).setdefault(int(k), []).append(scores[metric.name] * metric.scale)
-        for predictor, of_ks in found.items():
-            lines[f"{arm}: {predictor}" if len(material.arms) > 1 else predictor] = {k: float(np.mean(v)) for k, v in sorted(of_ks.items())}
+        found.pop("linear", None)  # which looks at no neighbors
+        named = {predictor: f"{arm}: {predictor}" if len(material.arms) > 1 else predictor for predictor in found}
+        lines |= {named[predictor]: {k: float(np.mean(v)) for k, v in sorted(of_ks.items())} for predictor, of_ks in found.items()}
+        own |= {named[predictor] for predictor in [p for p in (*LEARNED, *found) if p in found][:1]}
     lines = {name: points for name, points in lines.items() if len(points) > 1}
     if not lines:
         return None
+    shown = lines if len(lines) <= LEGEND else {name: points for name, points in lines.items() if name in own}
 
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot()
-        handles = [axes.plot(list(p), list(p.values()), marker="o", gid=series(i), **look_of(i))[0] for i, p in enumerate(lines.values())]
-        ks = sorted({k for points in lines.values() for k in points})
+        handles = [axes.plot(list(p), list(p.values()), marker="o", gid=series(i), **look_of(i))[0] for i, p in enumerate(shown.values())]
+        ks = sorted({k for points in shown.values() for k in points})
         axes.set_xscale("log")
         axes.set_xticks(ks, [str(k) for k in ks])
         axes.minorticks_off()
         axes.set(xlabel="neighbors that vote, k", ylabel=f"{metric.title}{' (%)' if metric.scale == 100 else ''}")
-        legend_below(figure, handles, list(lines))
+        legend_below(figure, handles, list(shown))
 
     rows = [(name, k, round(y, 6)) for name, points in lines.items() for k, y in points.items()]
     about = "One bank asked for several k in one pass (--k_eval), as trained; mean over seeds."
-    height = 2.3 + legend_height(list(lines))
+    about += "" if shown is lines else " Drawn is one predictor of each arm; the data have all."
+    height = 2.3 + legend_height(list(shown))
     title, heads = "Votes by number of neighbors", ("vote", "k", metric.title)
-    return Picture(name="by-k", title=title, about=about, table=Table(heads, rows), draw=draw, height=height, series=tuple(lines))
+    return Picture(name="by-k", title=title, about=about, table=Table(heads, rows), draw=draw, height=height, series=tuple(shown))
 
 
 # ---------------------------------------------------------------- a long tail

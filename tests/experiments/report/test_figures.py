@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from experiments.metrics import METRICS, Answers
 from experiments.plan import FILE, read
 from experiments.report import comparing, confidence, sweeps, training
 from experiments.report.facts import runs_table, score_table
-from experiments.report.gallery import EACH, chosen, small, tallest
+from experiments.report.gallery import EACH, Layout, chosen, small, tallest
 from experiments.report.ink import Picture
 from experiments.report.material import Material, gather
 from inputs.store import write_json
@@ -168,7 +169,39 @@ def test_a_long_tail_has_rare_classes_left_and_even_ones_no_figure(tmp_path: Pat
     assert not list(sweeps.pictures(gather([str(even)])))
 
 
+def test_of_very_many_votes_one_of_each_arm_is_drawn(tmp_path: Path) -> None:
+    names = ("linear", "uniform", "distance", "attention", "interpolation")
+    votes = {name: {"1": {"accuracy": 0.5}, "5": {"accuracy": 0.75}} for name in names}
+    for lr in (0.1, 0.2, 0.3):
+        run_at(tmp_path / str(lr), {"lr": lr}, 0, predictors={"scores": {}, "by_k": {"raw": votes}})
+    (found,) = [p for p in sweeps.pictures(gather([str(tmp_path)])) if p.name == "by-k"]
+    assert found.series == tuple(f"lr={lr}: interpolation" for lr in (0.1, 0.2, 0.3))
+    assert len(found.table.rows) == 3 * 4 * 2  # the linear head looks at no neighbors
+    assert found.about.endswith("Drawn is one predictor of each arm; the data have all.")
+
+
+@pytest.mark.parametrize(
+    ("unit", "most", "wanted", "shown"),
+    [("M", 85.8, "M", 85.8), ("M", 0.1, "M", 0.1), ("M", 0.0088, "thousand", 8.8), ("M", 0.00008, "", 80), ("GFLOPs", 2e-4, "MFLOPs", 0.2),
+     ("GFLOPs", 2e-8, "kFLOPs", 0.02), ("s", 1e-9, "s", 1e-9)],
+)  # fmt: skip
+def test_costs_of_small_models_are_in_smaller_units(unit: str, most: float, wanted: str, shown: float) -> None:
+    found, scale = comparing.in_unit(unit, most)
+    assert (found, most * scale) == (wanted, pytest.approx(shown))
+
+
 # ---------------------------------------------------------------- the gallery
+
+
+def test_pictures_of_few_depths_stand_side_by_side() -> None:
+    flat, deep = Layout(3, 1, 1.0), Layout(3, 4, 1.0)
+    assert (flat.across, deep.across) == (3, 4)
+    assert flat.height < 1.5 < 3 < deep.height
+    places = {layout: [layout.place(query, depth) for query in range(3) for depth in range(layout.depths)] for layout in (flat, deep)}
+    for layout, found in places.items():
+        for (x, y), (other_x, other_y) in itertools.combinations(found, 2):
+            assert abs(x - other_x) >= 1 or abs(y - other_y) >= layout.tall  # none covers another
+        assert max(y for _, y in found) + layout.tall <= layout.height
 
 
 def test_the_gallery_shows_right_rows_hesitant_mistakes_and_the_surest() -> None:

@@ -14,8 +14,10 @@ import pytest
 from experiments.cells import place_of
 from experiments.read import PREDICTIONS, RESULTS, kept, results
 from experiments.report.command import Asked, build, sections, watch
+from experiments.report.facts import predictors_table
+from experiments.report.ink import Table
 from experiments.report.material import gather, plain
-from experiments.report.page import MOST_ROWS, as_json, page
+from experiments.report.page import MOST_ROWS, as_json, page, sortable
 from main import main
 from tests.experiments.report.made import EPOCHS, HOSTILE, comparison_at, hostile_comparison, run_at
 from utils import BadOption
@@ -168,7 +170,7 @@ def test_the_same_runs_give_the_same_bytes(tmp_path: Path) -> None:
         assert main(["report", str(run), "--output_dir", str(out), "--without_pictures"]) == 0
         found.append({f.relative_to(out): f.read_bytes() for f in sorted(out.rglob("*")) if f.is_file()})
     assert found[0] == found[1]
-    assert len(found[0]) > 20
+    assert len(found[0]) > 15
     assert {f.suffix for f in found[0]} == {".html", ".svg", ".png"}
 
 
@@ -176,12 +178,34 @@ def test_the_same_runs_give_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_of_one_run(tmp_path: Path) -> None:
-    run = run_at(tmp_path / "run", {"layer": "Attention"}, 3)
+    run = run_at(tmp_path / "run", {"layer": "Attention", "dataset": "digits"}, 3)
     material = gather([str(run)])
     read = Read(page(material, sections(material)))
     assert any("on 60 test rows, one seed" in text and "Calibration took NLL from" in text for text in read.texts["li"])
-    assert any("nothing to compare it with" in text for text in read.texts["p"])
+    assert read.texts["h1"] == ["Attention, seed 3, on digits"]
+    assert read.texts["h2"][:2] == ["Result", "Table"]
+    assert [a["id"] for a in read.named("table") if a.get("class") == "sortable"] == ["each-run-table"]
+    assert not read.named("input")  # a filter of one line
     assert "forest" not in [a["id"] for a in read.named("figure")]
+
+
+def test_of_one_arm_its_predictors_are_told(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        both = {"raw": {"accuracy": 0.5 + 0.25 * seed, "nll": 1.0, "ece": 0.25}, "calibrated": {"accuracy": 0.5}}
+        of_each = {"uniform": both, "distance": {**both, "train_leave_one_out": 0.5}}
+        run_at(tmp_path / str(seed), {"head": "knn"}, seed, predictors={"scores": of_each})
+    material = gather([str(tmp_path)])
+    found = predictors_table(material)
+    assert found is not None
+    assert list(found.rows) == [[name, 62.5, 1.0, 0.25, 50.0, None, None] for name in ("uniform", "distance")]
+    read = Read(page(material, sections(material, files=None)))
+    assert [a["id"] for a in read.named("table") if a.get("class") == "sortable"] == ["arms-table", "predictors-table", "each-run-table"]
+    assert any("nothing to compare it with" in text for text in read.texts["p"])
+
+
+def test_numbers_of_a_column_have_as_many_digits() -> None:
+    shown = sortable("t", "T", Table(("name", "x", "n"), [("a", 53.2, 1), ("b", 1055.71, 2000), ("c", None, 3)]))
+    assert re.findall(r"<td[^>]*>([^<]*)</td>", shown) == ["53.20", "1", "1,055.71", "2,000", "", "3"]
 
 
 def test_of_a_folder_with_runs_in_every_state(tmp_path: Path) -> None:

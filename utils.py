@@ -134,8 +134,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def shortened(text: object, most: int) -> str:
-    """Text, or an error's message, on one line of at most `most` characters; what is too long ends after a whole word, with "...".
-    Without what moves the cursor of a terminal: it may come from a stranger's file."""
+    """Text, or an error's message, on one line of at most `most` visible characters; too long, it ends after a word, with "..."."""
     words = "".join(c for c in " ".join(str(text).split()) if c.isprintable())
     if len(words) <= most:
         return words

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from inputs.store import INDEX, write_json
+from inputs.files import write_json
+from inputs.indexed import INDEX
 from run.directory import RESULTS
 
 try:

@@ -22,7 +22,7 @@ from experiments.live import Progress, duration
 from experiments.plan import BACKBONE, Plan
 from experiments.power import measured_power, planned_power
 from experiments.published import beside_published
-from inputs.store import write_json
+from inputs.files import write_json
 from run.directory import RESULTS, check_writable
 from utils import BadOption, Halt, did_you_mean, parse_whole_number, say, whole_numbers
 

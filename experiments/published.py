@@ -11,7 +11,7 @@ from experiments.cells import Place
 from experiments.metrics import METRICS
 from experiments.plan import Plan
 from experiments.read import results
-from inputs.store import write_atomically
+from inputs.files import write_atomically
 from run.directory import RESULTS
 
 FILE = "published.md"

@@ -14,14 +14,13 @@ from experiments.arms import Cell, Comparison
 from experiments.sentences import sentence
 from experiments.summary import Summary, all_scores, cells, cost_of, notes, shares_lines, summaries
 from experiments.verdict import Verdict, Verdicts
+from inputs.files import write_atomically
 
 COMPARED = "comparison.json"
 
 
 def write(verdicts: Verdicts, folder: Path) -> str:
     """Writes table.csv, table.md, table.tex, comparison.json and results.csv; returns the text for the terminal."""
-    from inputs.store import write_atomically  # late: torch takes its time
-
     arms = summaries(verdicts)
     lines = [cells(arm, verdicts) for arm in arms]
     below = [sentence(v, verdicts) for v in verdicts.verdicts]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,10 +119,21 @@ def sections(material: Material, *, as_files: bool = False, ask: dict[str, str] 
     epochs = "" if any(run.epochs for run in material.runs) else "No run has finished an epoch yet, or these are tests without training."
     later = "Made when all runs have finished." if material.open else "Left out (--without_pictures)."
     seen = gallery.pictures(material, ask) if ask is not None else gallery.Gallery((), (later,))
-    return [
-        section("scores-and-cost", "Scores and cost", comparing.pictures(material)),
-        section("training", "Training and embedding health", training.pictures(material), [epochs] if epochs else []),
-        section("sweeps", "What an option does", sweeps.pictures(material)),
-        section("confidence", "Confidence and confusion", confidence.pictures(material, MOST_ARMS), [left] if left else []),
-        section("looking", "Neighbors and tokens", seen.pictures, seen.lines),
-    ]
+    with collecting_little():
+        return [
+            section("scores-and-cost", "Scores and cost", comparing.pictures(material)),
+            section("training", "Training and embedding health", training.pictures(material), [epochs] if epochs else []),
+            section("sweeps", "What an option does", sweeps.pictures(material)),
+            section("confidence", "Confidence and confusion", confidence.pictures(material, MOST_ARMS), [left] if left else []),
+            section("looking", "Neighbors and tokens", seen.pictures, seen.lines),
+        ]
+
+
+@contextlib.contextmanager
+def collecting_little() -> Iterator[None]:
+    """Figures are full of cycles, and without this each collection of their garbage looks through all that is loaded."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,8 @@ def write(verdicts: Verdicts, folder: Path) -> str:
     }
     for name, text in content.items():
         write_atomically(folder / name, text.encode())
-    return as_text(lines, verdicts) + f"\n\nwritten to {folder}: {', '.join(content)}"
+    page = f"python main.py report {shlex.quote(str(folder))}"
+    return as_text(lines, verdicts) + f"\n\nwritten to {folder}: {', '.join(content)}; as a page: {page}"
 
 
 # ---------------------------------------------------------------- for people

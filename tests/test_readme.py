@@ -18,7 +18,7 @@ from main import OPTIONS
 from run.complete import with_defaults
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]  # in this order: docs use runs of the README's first comparison
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]  # in this order: docs use the README's runs
 OTHERS = {"help", "help_all", "install_completion", "quick"}  # of a command line that are no options of ours
 
 # One process for all commands: loading torch takes longer than most of them.

@@ -50,6 +50,9 @@ def test_each_cell_is_a_run_of_its_own_that_the_command_line_takes(table: str, d
             assert Path(recipe).parent == RECIPES
             given = {**read_yaml(recipe), **given}
         flags.check(given)
+        if plugin := given.get("plugin"):
+            assert f'@HEADS.register("{given["head"]}")' in Path(plugin).read_text()
+            continue
         assert given["head"] in HEADS
         assert given["head"] == cell.arm.partition(",")[0]
     for group in {cell.group for cell in cells} if table != "forms" else ():

@@ -198,7 +198,7 @@ def test_of_one_arm_its_predictors_are_told(tmp_path: Path) -> None:
     found = predictors_table(material)
     assert found is not None
     assert list(found.rows) == [[name, 62.5, 1.0, 0.25, 50.0, None, None] for name in ("uniform", "distance")]
-    read = Read(page(material, sections(material, files=None)))
+    read = Read(page(material, sections(material)))
     assert [a["id"] for a in read.named("table") if a.get("class") == "sortable"] == ["arms-table", "predictors-table", "each-run-table"]
     assert any("nothing to compare it with" in text for text in read.texts["p"])
 

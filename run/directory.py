@@ -195,14 +195,15 @@ class RunDirectory:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path / name)
 
-    def finish(self, results: Mapping[str, Any]) -> None:
-        """The digests of all files, then results.json, last."""
+    def finish(self, results: Mapping[str, Any], growing: Iterable[Path] = ()) -> None:
+        """The digests of all files, then results.json, last. `growing`: files that others write on."""
+        open_still = {self._name(path) for path in growing}
         content = files.json_bytes(results)
         self.claim([self.path / RESULTS])
         for name in [name for name in self.files if not (self.path / name).exists() and name not in (RESULTS, *OWN, *TESTED, *TESTED_FLAT)]:
             del self.files[name]
         for name in self.files:  # an index has the digests of the other files of its folder
-            single = "/" not in name or name.endswith(f"/{INDEX}")
+            single = ("/" not in name or name.endswith(f"/{INDEX}")) and name not in open_still
             self.files[name] = files.sha256_of(self.path / name) if single and (self.path / name).is_file() else None
         self.files[RESULTS] = files.sha256_of_bytes(content)
         self._write_marker()

@@ -112,7 +112,7 @@ def _finish(
         row = flat_results(results)
         if FLAT in directory.files or not (folder / FLAT).exists():
             directory.write(FLAT, as_csv(row))
-        directory.finish(results)
+        directory.finish(results, growing=tracker.files())  # which is told of the results below
     tell_results(tracker, Results(scores_of(row), flags.effective(config), {"curves": picture}, table))
     print(table)
     return results

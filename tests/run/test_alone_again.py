@@ -15,6 +15,7 @@ from sklearn.datasets import load_digits
 
 from config import Action
 from run.run import run
+from run.verify import verify_run
 from training.progress import TRACKERS, Results, Tracker
 from utils import Stopped
 
@@ -139,11 +140,16 @@ def tracked(others: Others, out: Path) -> dict[str, Any]:
     ended: list[Results] = []
 
     class Told(Tracker):
+        def files(self) -> list[Path]:
+            return [out / "events.out.tfevents.0"]
+
         def log(self, values: Any, epoch: int) -> None:
             told.append((epoch, values["val/accuracy"]))
+            self.files()[0].write_text("epochs")
 
         def results(self, results: Results) -> None:
             ended.append(results)
+            self.files()[0].write_text("epochs, and results when the run is written")
             raise ConnectionError("nobody there")
 
     with pytest.MonkeyPatch.context() as patch:
@@ -156,6 +162,7 @@ def tracked(others: Others, out: Path) -> dict[str, Any]:
     assert end.scores["test_calibrated/nll"] == found["test_calibrated"]["nll"]
     assert (end.options["dataset"], "layer" in end.options) == ("wine", False)
     assert end.figures == {"curves": (out / "curves.png").read_bytes()}
+    assert verify_run(out).state == "whole"
     return found
 
 

@@ -240,6 +240,7 @@ HEAD_OPTIONS = tuple(f.name for f in dataclasses.fields(HeadOptions) if f.name !
 # Their values follow from other flags where nobody gives them one.
 DERIVED = {name for name, f in FIELDS.items() if f.default is MISSING and not f.metadata["preset"]} | {"lr_attention"}
 NUMBERS = ("k_eval", "k_ensemble")  # several of them; in YAML also as a list
+SENDING = ("wandb", "trackio")  # trackers that write elsewhere than into the run
 RENAMED = {"mix_lambda": "interpolation", "compare_votes": "baselines"}  # in older command lines, files and checkpoints
 
 

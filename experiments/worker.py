@@ -115,7 +115,7 @@ def to_the_end(place: Place, made_with: Mapping[str, str], given: Mapping[str, A
     goes_on = same and not finished and (place.run / "checkpoints" / "last" / store.INDEX).exists()
     note_start(place, made_with, seconds=note.get("seconds", 0.0) if goes_on else 0.0)
     begun = time.perf_counter()
-    typed = {"plugin": given["plugin"]} if given.get("plugin") else {}
+    typed = {name: given[name] for name in ("plugin", "tracker") if given.get(name)}
     if goes_on:
         words, action = typed, flags.Action(resume=str(place.run))
     else:

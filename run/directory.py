@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from config import SENDING
 from inputs import files
 from inputs.indexed import HEX, INDEX, read_index
 from run.lock import Lock, is_held
@@ -129,9 +130,10 @@ def check_writable(folder: Path, flag: str = "output_dir") -> None:
         raise BadOption(flag, f"must be a directory that can be written ({there} can't)", str(folder))
 
 
-def again(folder: str, plugin: str | None) -> str:
-    """The command that goes on with a run."""
-    typed = f" --plugin {shlex.quote(plugin)}" if isinstance(plugin, str) else ""
+def again(folder: str, config: Mapping[str, Any]) -> str:
+    """The command that goes on with a run. What runs code, or sends numbers elsewhere, has to be typed again."""
+    named = {"plugin": config.get("plugin"), "tracker": tracker if (tracker := config.get("tracker")) in SENDING else None}
+    typed = "".join(f" --{name} {shlex.quote(value)}" for name, value in named.items() if isinstance(value, str))
     return f"resume with: python main.py --resume {shlex.quote(folder)}{typed}"
 
 
@@ -156,7 +158,7 @@ class RunDirectory:
         """The command that goes on; "" where it could not."""
         if (read_marker(self.path) or {}).get("id") != self.id:
             return ""
-        return again(str(self.path), self.marker["config"].get("plugin"))
+        return again(str(self.path), self.marker["config"])
 
     # ------------------------------------------------ its files
 

@@ -71,10 +71,18 @@ def rows_for_ood(config: Config, data: Data, device: torch.device) -> AnyBatches
     return foreign_rows(config, data, name, device) if name else None
 
 
+def tracker_of(name: str, typed: frozenset[str]) -> str:
+    """The tracker that is told. NOTE: a run that goes on may be a stranger's; nothing is sent because its checkpoint says so."""
+    return "none" if name in flags.SENDING and "tracker" not in typed else name
+
+
 def finish(parts: Parts, directory: RunDirectory, action: flags.Action, checkpoints: Checkpoints, *, resume: bool) -> dict[str, Any]:
     """Trains, tests the best epoch once, writes results.json last."""
     config = parts.config
-    with tracked(config.output.tracker, directory.path, flags.effective(config), directory) as tracker:
+    named = config.output.tracker
+    if (told := tracker_of(named, parts.typed)) != named:
+        say(f"tracker: none; the run had {named}, which gets numbers only where --tracker {named} is typed")
+    with tracked(told, directory.path, flags.effective(config), directory) as tracker:
         return _finish(parts, directory, action, checkpoints, tracker=tracker, resume=resume)
 
 

@@ -49,15 +49,13 @@ def load_plugin_of(facts: Mapping[str, Any], typed: str | None) -> None:
     wanted, digest = facts["config"].get("plugin"), facts.get("plugin_sha256")
     if not typed:
         if wanted:
-            known = f", SHA-256 {digest[:16]}..." if digest else ""
-            rule = f"must be typed: the run needs {Path(wanted).name}{known}, and no code runs because a checkpoint names it"
+            known = f", SHA-256 {digest}" if digest else ""
+            rule = f"must be typed: the run needs {Path(str(wanted)).name}{known}, and no code runs because a checkpoint names it"
             raise BadOption("plugin", rule)
         return
+    if digest and Path(typed).is_file() and (other := digest_of(typed)) != digest:  # said before it runs
+        warn(f"plugin: {Path(typed).name} (SHA-256 {other}) is not the file that the run was made with ({digest})")
     load_plugin(typed)
-    if digest and digest_of(typed) != digest:
-        warn(
-            f"plugin: {Path(typed).name} (SHA-256 {digest_of(typed)[:16]}...) is not the file that the run was made with ({digest[:16]}...)"
-        )
 
 
 def digest_of(path: str) -> str:

@@ -20,7 +20,7 @@ from inputs.yaml_file import read_yaml
 from run.checks import check_evaluation, check_neighbors, check_validation, warn_of_copies
 from run.complete import complete
 from run.directory import ERROR, FLAT, RESULTS, RunDirectory, adopt, again, check_writable, default_name, files_of, look, new, opened
-from run.finish import Parts, finish, measure, rows_for_ood, watched, write_row
+from run.finish import Parts, finish, measure, rows_for_ood, tracker_of, watched, write_row
 from run.loaded import load
 from run.parts import choose_device, dry_run, load_data, with_published_normalization
 from run.plugin import digest_of, load_plugin, load_plugin_of
@@ -41,7 +41,7 @@ def run(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
         except KeyboardInterrupt as stop:
             how = stop if isinstance(stop, Interrupted) else Interrupted()
             where = getattr(stop, "doing", "reading the options")
-            what = "the run is as it was. " + again(str(action.resume), given.get("plugin")) if action.resume else "no run was begun"
+            what = "the run is as it was. " + again(str(action.resume), given) if action.resume else "no run was begun"
             raise Stopped(f"stopped by {how.name} in {where}; {what}", how.exit_code) from None
 
 
@@ -54,7 +54,6 @@ def _run(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
     WARNINGS.clear()
     flags.check(given)
     flags.check({k: v for k, v in vars(action).items() if v is not None}, flags.Action)
-    load_plugin(given.get("plugin"))
     keep_memory()
     if action.test_only:
         return test(given, action)
@@ -68,23 +67,25 @@ def _run(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
 
 
 def begin(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
+    load_plugin(given.get("plugin"))
     given = with_absolute_paths(given)
     folder = Path(given["output_dir"]) if given.get("output_dir") else None
     if folder is not None:
         look(folder, action.overwrite)  # and again once it is locked; this one spares loading the data in vain
-    parts = parts_of(given)
+    parts = parts_of(given, frozenset({*given, "data_path"}))  # whose default is ours
     with new(folder, default_name(parts.config), marker_of(parts.config), action.overwrite) as directory:
         return start(parts, directory, action)
 
 
-def parts_of(given: Mapping[str, Any]) -> Parts:
-    """Of a run that begins."""
-    device = choose_device(given.get("device", "auto"))
-    check_tracker(given.get("tracker", "none"))
+def parts_of(values: Mapping[str, Any], typed: frozenset[str]) -> Parts:
+    """Of a run that begins. `typed`: options of this command. NOTE: folders that only a marker names are read, and neither written nor
+    downloaded to."""
+    device = choose_device(values.get("device", "auto"))
+    check_tracker(tracker_of(values.get("tracker", "none"), typed))
     with doing("loading the data"):
-        data = load_data(given)
-        config = complete(given, data)
-    parts = Parts.of(config, with_published_normalization(config, data), device, frozenset(given))
+        data = load_data(values, typed=typed)
+        config = complete(values, data)
+    parts = Parts.of(config, with_published_normalization(config, data), device, typed)
     warn_of_copies(config, data)
     return parts
 
@@ -145,7 +146,7 @@ def begin_anew(given: Mapping[str, Any], directory: RunDirectory, action: flags.
         if name not in flags.FREE_IN_RESUME and value != then.get(name):
             raise BadOption(name, f"contradicts --resume, which has {then.get(name)}", value)
     tell_paths(then, given)
-    parts = parts_of({**then, **given})
+    parts = parts_of({**then, **given}, frozenset(given))
     adopt(directory, flags.effective(parts.config), None)
     directory.sweep()
     say(f"resume: {folder} has no checkpoint yet, so the run begins anew")
@@ -163,7 +164,7 @@ def go_on(given: Mapping[str, Any], directory: RunDirectory, action: flags.Actio
     load_plugin_of(facts, given.get("plugin"))  # its head may be the run's
     with understood("resume", str(folder)):
         config = saved_config(facts, given, flags.FREE_IN_RESUME, "resume")
-        check_tracker(config.output.tracker)
+        check_tracker(tracker_of(config.output.tracker, frozenset(given)))
         check_goes_on(config, facts, folder)
         device = choose_device(config.system.device)
         WARNINGS.extend(w for w in facts.get("warnings", []) if w not in WARNINGS)

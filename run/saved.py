@@ -23,6 +23,7 @@ from utils import BadOption, say, understood, warn
 
 FACTS: dict[str, Any] = {"config": dict, "classes": list, "shape": list, "fitted": dict, "data": dict, "epoch": int, "threads": int}
 MORE: dict[str, Any] = {"ignored": dict, "warnings": list, "seconds": (int, float), "training": dict, "run": str, "lines": list}
+MORE["plugin_sha256"] = str
 
 
 def require_facts(facts: Mapping[str, Any]) -> None:

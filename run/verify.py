@@ -36,9 +36,9 @@ class Found:
         elif self.standing == "running":
             what = "it is being written"
         else:
-            plugin = (read_marker(self.folder) or {"config": {}})["config"].get("plugin")
+            config = (read_marker(self.folder) or {"config": {}})["config"]
             failed = f"failed ({ERROR} says why), " if self.standing == "failed" else ""
-            what = f"{failed}{again(str(self.folder), plugin)}"
+            what = f"{failed}{again(str(self.folder), config)}"
         return f"{self.state:<11} {self.folder}: {what}"
 
 

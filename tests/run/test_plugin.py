@@ -60,13 +60,15 @@ def test_no_code_runs_because_a_checkpoint_or_a_file_names_it(tmp_path: Path, ca
     assert not (tmp_path / "ran").exists()
 
 
-def test_another_file_than_the_runs_plugin_is_said(tmp_path: Path) -> None:
+def test_another_file_than_the_runs_plugin_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.py").write_text("x = 1\n")
-    (tmp_path / "b.py").write_text("x = 2\n")
+    (tmp_path / "b.py").write_text("import utils\nutils.say('b.py runs')\n")
     folder = str(tmp_path / "run")
     run({**TINY, "num_epochs": 1, "plugin": str(tmp_path / "a.py"), "output_dir": folder}, Action())
-    with pytest.raises(BadOption, match=r"plugin must be typed: the run needs a.py, SHA-256 [0-9a-f]{16}\.\.\., and no code runs"):
+    with pytest.raises(BadOption, match=r"plugin must be typed: the run needs a.py, SHA-256 [0-9a-f]{64}, and no code runs"):
         run({}, Action(test_only=True, checkpoint=folder))
     same, other = (run({"plugin": str(tmp_path / name)}, Action(test_only=True, checkpoint=folder)) for name in ("a.py", "b.py"))
     assert not [w for w in same["warnings"] if "plugin" in w]
     assert [w for w in other["warnings"] if "plugin: b.py" in w and "is not the file that the run was made with" in w]
+    said = capsys.readouterr().err
+    assert said.index("warning: plugin: b.py") < said.index("b.py runs")

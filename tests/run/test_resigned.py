@@ -20,6 +20,7 @@ from inputs.indexed import INDEX
 from main import main
 from run.run import run
 from tests.run.test_run import TINY
+from training.progress import TRACKERS, Tracker
 from utils import Stopped
 
 pytestmark = pytest.mark.usefixtures("without_a_stopwatch")
@@ -166,6 +167,55 @@ def test_a_folder_that_a_checkpoint_names_is_not_written_to(tmp_path: Path, caps
     assert main(["--test_only", "--checkpoint", str(out)]) == 2
     assert "data_path must hold" in capsys.readouterr().err
     assert not far.exists()
+
+
+def test_a_folder_that_an_unfinished_run_names_is_not_written_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It begins anew, by what its marker says; folders that are typed are another thing."""
+    rng, y = np.random.default_rng(0), np.arange(60) % 3
+    np.savez(tmp_path / "rows.npz", x_train=rng.normal(size=(60, 5)), y_train=y, x_test=rng.normal(size=(20, 5)), y_test=y[:20])
+    small = {"dataset": f"npz:{tmp_path / 'rows.npz'}", "num_epochs": 1, "freeze_backbone": True, "d_hidden": 6, "d_mlp": 7}
+    out, far = tmp_path / "run", tmp_path / "far"
+    run({**small, "output_dir": str(out)}, Action())
+    marker = json.loads((out / "run.json").read_text())
+
+    def unfinished(**named: str) -> None:
+        shutil.rmtree(out)
+        out.mkdir()
+        (out / "run.json").write_text(json.dumps({**marker, "config": {**marker["config"], **named}}))
+        capsys.readouterr()
+
+    unfinished(feature_cache=str(far))
+    assert main(["--resume", str(out)]) == 0
+    assert f"feature_cache: {far} is read, as the run names it (nothing is written there)" in capsys.readouterr().err
+    assert not far.exists()
+    unfinished(dataset="cifar10", data_path=str(far))
+    assert main(["--resume", str(out)]) == 2
+    assert "nothing is downloaded to where only a checkpoint says" in capsys.readouterr().err
+    assert not far.exists()
+    unfinished()
+    assert main(["--resume", str(out), "--feature_cache", str(far)]) == 0
+    assert far.exists()
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_numbers_are_sent_where_it_was_typed(
+    typed: bool, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: list[Path] = []
+
+    class Sending(Tracker):
+        def __init__(self, folder: Path, config: Any) -> None:
+            told.append(folder)
+
+    monkeypatch.setitem(TRACKERS, "wandb", Sending)
+    last = folder / "checkpoints" / "last"
+    body = indexed.read_index(last)
+    body["facts"]["config"]["tracker"] = "wandb"
+    sign(last, body)
+    assert main(["--resume", str(folder), *["--tracker", "wandb"][: 2 * typed]]) == 0
+    assert told == [folder][:typed]
+    line = "tracker: none; the run had wandb, which gets numbers only where --tracker wandb is typed"
+    assert (line in capsys.readouterr().err) == (not typed)
 
 
 def test_a_damaged_tensor_file_that_is_signed_again_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

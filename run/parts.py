@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,9 @@ from run.pairing import paired
 from run.plugin import digest_of as digest_of_plugin
 from run.provenance import versions
 from run.reading import reading_of
+from run.saved import facts_beside
 from run.sizes import check_sizes
-from utils import WARNINGS, BadOption, options_of, say, seed_everything, warn, whole_numbers
+from utils import WARNINGS, BadOption, options_of, say, seed_everything, understood, warn, whole_numbers
 
 ALL = frozenset(FIELDS)
 
@@ -64,18 +66,25 @@ def with_published_normalization(config: Config, data: Data) -> Data:
     pretrained = config.model.pretrained
     if not pretrained:
         return data
-    folder = Path(pretrained).parent
     fitted: dict[str, Any] = {}
-    if pretrained != "hub" and (folder / store.INDEX).exists():
-        facts = store.load(folder, "none")[1]
-        warn_of_seen_rows(config, facts["config"])
-        images = len(facts["shape"]) == len(data.shape) == 3
-        fitted = facts["fitted"] if images and facts["shape"][0] == data.shape[0] else {}
+    if facts := facts_beside(pretrained) if pretrained != "hub" else None:
+        with understood("pretrained", pretrained):
+            warn_of_seen_rows(config, facts["config"])
+            images = len(facts["shape"]) == len(data.shape) == 3
+            fitted = of_channels(facts["fitted"], data.shape[0]) if images and facts["shape"][0] == data.shape[0] else {}
     elif config.model.model.startswith("timm/") and data.shape[0] == 3 and len(data.shape) == 3:
         from models.backbones import normalization
 
         fitted = normalization(config.model.model)
     return dataclasses.replace(data, fitted={**data.fitted, **fitted})
+
+
+def of_channels(fitted: Mapping[str, Any], channels: int) -> dict[str, list[float]]:
+    """Mean and standard deviation that a checkpoint has, a number for each channel."""
+    found = {name: [float(value) for value in fitted[name]] for name in ("mean", "std")}
+    if any(len(values) != channels or not all(map(math.isfinite, values)) for values in found.values()) or min(found["std"]) <= 0:
+        raise ValueError("no mean and standard deviation of each channel")
+    return found
 
 
 def warn_of_seen_rows(config: Config, before: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ import dataset
 from classifiers import HEADS
 from config import Config
 from inputs import store
-from inputs.indexed import INDEX, core_of, read_index, verify
+from inputs.indexed import INDEX, core_of, read_index, verify, verify_file
 from inputs.rows import Data
 from run.complete import with_defaults
 from run.directory import read_marker
@@ -22,8 +22,7 @@ from training import checkpoint
 from utils import BadOption, say, understood, warn
 
 FACTS: dict[str, Any] = {"config": dict, "classes": list, "shape": list, "fitted": dict, "data": dict, "epoch": int, "threads": int}
-MORE: dict[str, Any] = {"ignored": dict, "warnings": list, "seconds": (int, float), "training": dict, "run": str, "lines": list}
-MORE["plugin_sha256"] = str
+MORE: dict[str, Any] = dict(ignored=dict, warnings=list, seconds=(int, float), training=dict, run=str, lines=list, plugin_sha256=str)
 
 
 def require_facts(facts: Mapping[str, Any]) -> None:
@@ -110,13 +109,36 @@ def _why_another(best: Path, last: Path) -> str:
     return "is not the one that checkpoints/last belongs to"
 
 
+def weights_of_run(path: str) -> Path:
+    """The file of a run's weights, by its own name: a link in its place is found when it is checked."""
+    folder = own_checkpoint(path, flag="pretrained")
+    return folder.resolve() / store.file_of(folder, "model").name
+
+
+def facts_beside(weights: str) -> dict[str, Any] | None:
+    """What the checkpoint says that a file of weights is part of, once the file is checked; None where it is part of none.
+
+    NOTE: damaged weights, if they are finite, would train on without a word."""
+    file = Path(weights)
+    if not (file.parent / INDEX).exists():
+        return None
+    try:
+        entry = next((e for e in read_index(file.parent)["files"].values() if e["file"] == file.name), None)
+        if entry is None:
+            return None
+        verify_file(file.parent, entry)
+        facts = checkpoint.load(file.parent, "none")[1]
+        require_facts(facts)
+    except BadOption as error:
+        raise BadOption("pretrained", error.rule, weights) from None
+    return facts
+
+
 def with_absolute_paths(given: Mapping[str, Any]) -> dict[str, Any]:
     """Files as the run will find them again, wherever it is resumed from."""
     paths = {name: str(Path(given[name]).resolve()) for name in ("data_path", "plugin", "feature_cache") if given.get(name)}
     if (weights := given.get("pretrained")) and weights != "hub":
-        of_run = Path(weights).is_dir()
-        file = store.file_of(own_checkpoint(weights, "pretrained"), "model") if of_run else Path(weights)
-        paths["pretrained"] = str(file.resolve())
+        paths["pretrained"] = str(weights_of_run(weights) if Path(weights).is_dir() else Path(weights).resolve())
     for name in ("dataset", "ood", "label_noise"):
         text = str(given.get(name) or "")
         prefix, colon, path = text.partition(":") if name != "label_noise" else ("", "", text)

@@ -21,7 +21,7 @@ from main import main
 from run.run import run
 from tests.run.test_run import TINY
 from training.progress import TRACKERS, Tracker
-from utils import Stopped
+from utils import BadOption, Stopped
 
 pytestmark = pytest.mark.usefixtures("without_a_stopwatch")
 
@@ -195,6 +195,39 @@ def test_a_folder_that_an_unfinished_run_names_is_not_written_to(tmp_path: Path,
     unfinished()
     assert main(["--resume", str(out), "--feature_cache", str(far)]) == 0
     assert far.exists()
+
+
+def test_weights_of_a_run_are_taken_as_it_wrote_them(folder: Path, tmp_path: Path) -> None:
+    """A flipped bit would mostly train on without a word, and a link would read a file elsewhere."""
+    best = folder / "checkpoints" / "best"
+    whole = indexed.read_index(best)
+    model = best / whole["files"]["model"]["file"]
+    content = model.read_bytes()
+    given = {**TINY, "head": "linear", "num_epochs": 1, "pretrained": str(folder), "output_dir": str(tmp_path / "out")}
+
+    def refused(rule: str) -> None:
+        for weights in (str(folder), str(model)):  # as it is typed, and as its config.yaml has it
+            with pytest.raises(BadOption, match=f"^pretrained {rule}"):
+                run({**given, "pretrained": weights}, Action())
+        assert not (tmp_path / "out").exists()
+
+    model.write_bytes(content[:-3] + bytes([content[-3] ^ 16]) + content[-2:])
+    refused(f"is damaged: {model.name} does not have the SHA-256")
+    model.write_bytes(content)
+    for name, value, rule in (
+        ("config", [], "must say its config"),
+        ("config", {}, "holds what does not fit together"),
+        ("fitted", {"mean": [0.0] * 3, "std": [0.0] * 3}, "holds what does not fit together"),
+    ):
+        sign(best, {**whole, "facts": {**whole["facts"], name: value}})
+        refused(rule)
+    sign(best, whole)
+    run(given, Action())
+    shutil.rmtree(tmp_path / "out")
+    model.rename(tmp_path / "elsewhere")
+    model.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(BadOption, match=f"^pretrained is damaged: {model.name} is a symlink"):
+        run(given, Action())
 
 
 @pytest.mark.parametrize("typed", [True, False])

@@ -23,7 +23,7 @@ from run.directory import check_writable, list_files
 from run.loaded import Loaded, load
 from run.parts import build_model, choose_device, load_data, loader, with_published_normalization
 from run.plugin import load_plugin
-from run.saved import own_checkpoint, run_of
+from run.saved import own_checkpoint, require_facts, run_of
 from utils import BadOption, parse_whole_number
 
 
@@ -47,7 +47,9 @@ def read_run(options: Mapping[str, Any], *, tables: bool = False) -> tuple[Loade
     source = own_checkpoint(options["checkpoint"])
     folder = Path(options.get("output_dir") or run_of(source))
     check_writable(folder)
-    if not tables and len(store.load(source, "none")[1]["shape"]) != 3:
+    facts = store.load(source, "none")[1]
+    require_facts(facts)
+    if not tables and len(facts["shape"]) != 3:
         raise BadOption("checkpoint", "must be a model of images: the rows of a table have no tokens", options["checkpoint"])
     loaded = load(options["checkpoint"], given)
     loaded.model.eval()

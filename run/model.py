@@ -30,9 +30,9 @@ from run.parts import build_model, choose_device, loader
 from run.plugin import load_plugin_of
 from run.prepare import attention_over
 from run.reading import Reader, Row, Unreadable, in_chunks, reading_in, rows_of
-from run.saved import own_checkpoint, saved_config
+from run.saved import own_checkpoint, require_facts, saved_config
 from training import checkpoint
-from utils import BadOption, say, shortened, whole_number
+from utils import BadOption, say, shortened, understood, whole_number
 
 AT_ONCE = 256  # rows of a batch, at most: image files of it are in memory twice
 
@@ -109,7 +109,13 @@ def load(path: str | Path, *, device: str = "auto", plugin: str | None = None) -
     """The trained model of a run, or of a checkpoint folder, as it was evaluated. `plugin`: the file that the run was made with."""
     source = own_checkpoint(path)
     tensors, facts = checkpoint.load(source, "model", "ema", "bank", "baseline_bank", "predictors")
+    require_facts(facts)
     load_plugin_of(facts, plugin)
+    with understood("checkpoint", str(path)):
+        return _loaded(source, tensors, facts, device, str(path))
+
+
+def _loaded(source: Path, tensors: dict[str, dict[str, Tensor]], facts: dict[str, Any], device: str, path: str) -> Model:
     config = saved_config(facts, {"device": device}, flags.FREE_IN_TEST, "checkpoint")
     if "training" in facts and "bank" in tensors:  # NOTE: that bank is of earlier weights than these
         raise BadOption("checkpoint", "must be the best of a run: the last one's bank is not of its weights", str(source))
@@ -120,7 +126,7 @@ def load(path: str | Path, *, device: str = "auto", plugin: str | None = None) -
             model.load_state_dict(tensors.get("ema", tensors["model"]))
         except RuntimeError as error:  # a plugin that was edited since
             rule = f"does not fit the model that its configuration builds ({shortened(error, 120)})"
-            raise BadOption("checkpoint", rule, str(path)) from None
+            raise BadOption("checkpoint", rule, path) from None
         model.calibrated = calibrated_predictor(model, config, tensors.get("predictors"), facts)
         if model.head.wants_bank:
             if "bank" not in tensors:

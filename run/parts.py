@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -71,20 +70,12 @@ def with_published_normalization(config: Config, data: Data) -> Data:
         with understood("pretrained", pretrained):
             warn_of_seen_rows(config, facts["config"])
             images = len(facts["shape"]) == len(data.shape) == 3
-            fitted = of_channels(facts["fitted"], data.shape[0]) if images and facts["shape"][0] == data.shape[0] else {}
+            fitted = facts["fitted"] if images and facts["shape"][0] == data.shape[0] else {}
     elif config.model.model.startswith("timm/") and data.shape[0] == 3 and len(data.shape) == 3:
         from models.backbones import normalization
 
         fitted = normalization(config.model.model)
     return dataclasses.replace(data, fitted={**data.fitted, **fitted})
-
-
-def of_channels(fitted: Mapping[str, Any], channels: int) -> dict[str, list[float]]:
-    """Mean and standard deviation that a checkpoint has, a number for each channel."""
-    found = {name: [float(value) for value in fitted[name]] for name in ("mean", "std")}
-    if any(len(values) != channels or not all(map(math.isfinite, values)) for values in found.values()) or min(found["std"]) <= 0:
-        raise ValueError("no mean and standard deviation of each channel")
-    return found
 
 
 def warn_of_seen_rows(config: Config, before: Mapping[str, Any]) -> None:

@@ -35,6 +35,34 @@ def require_facts(facts: Mapping[str, Any]) -> None:
     whole = len(sizes) in (1, 3) and all(type(size) is int and 0 < size < 1 << 31 for size in sizes)
     if not whole or not all(isinstance(text, str) for text in texts) or facts["epoch"] < 0 or not math.isfinite(facts.get("seconds", 0)):
         raise BadOption("checkpoint", "must say its shape, classes and epoch in the form that runs write")
+    if not (_is_fitted(facts["fitted"], sizes) and _is_reading(facts.get("reading"), len(sizes) == 1)):
+        raise BadOption("checkpoint", "must say how its rows are read in the form that runs write")
+
+
+def _is_fitted(fitted: Mapping[str, Any], shape: list[int]) -> bool:
+    """Mean and standard deviation of each channel, or of each column of numbers; of a table also the levels of its other columns."""
+    mean, std, levels = (fitted.get(name, []) for name in ("mean", "std", "levels"))
+    if not all(isinstance(of, list) for of in (mean, std, levels)) or not all(map(_is_texts, levels)):
+        return False
+    whole = all(map(_is_number, [*mean, *std])) and all(value > 0 for value in std) and (len(shape) == 3 or "levels" in fitted)
+    return whole and len(mean) == len(std) == shape[0] - sum(map(len, levels))
+
+
+def _is_reading(reading: Any, table: bool) -> bool:
+    """`None` of a run that is older than this entry."""
+    if reading is None:
+        return True
+    if not isinstance(reading, dict) or not (_is_texts(reading.get("columns")) and _is_texts(reading.get("files", []))):
+        return False
+    return reading.get("kind") in (("table",) if table else ("image", "files")) and isinstance(reading.get("flip"), bool | None)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
 
 def tell_paths(saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:

@@ -19,6 +19,7 @@ from inputs import files, indexed, store
 from inputs.indexed import INDEX
 from main import main
 from run.run import run
+from run.saved import require_facts
 from tests.run.test_run import TINY
 from training.progress import TRACKERS, Tracker
 from utils import BadOption, Stopped
@@ -102,6 +103,50 @@ def test_a_saved_configuration_is_checked_like_a_typed_one(
         assert main([*words, str(folder)]) == 2
         (error,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
         assert error.startswith(f"error: --{option} {rule}")
+
+
+@pytest.mark.parametrize(
+    "facts", [{"shape": None}, {"shape": [3, "", 8]}, {"config": [1]}, {"bank": []}, {"reading": {}}, {"fitted": {"mean": [0.5]}}]
+)
+@pytest.mark.parametrize("command", ["predict --input rows.npz", "export --format safetensors", "explain", "probe --K 1"])
+def test_whoever_asks_a_model_reads_its_checkpoint_with_care(
+    command: str, facts: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best = folder / "checkpoints" / "best"
+    body = indexed.read_index(best)
+    sign(best, {**body, "facts": {**body["facts"], **facts}})
+    monkeypatch.chdir(folder.parent)
+    np.savez("rows.npz", x=np.zeros((2, 8, 8, 3), np.uint8))
+    code = main([*command.split(), "--checkpoint", "run"])
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert (code, len(errors)) == (2, 1), errors
+
+
+OF_A_TABLE = {"mean": [0.5, 7], "std": [1.0, 0.25], "levels": [["p", "q"], []]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mean": [0.5, None]},
+        {"mean": [0.5, [1.0]]},
+        {"mean": [0.5, float("nan")]},
+        {"mean": [0.5]},
+        {"std": []},
+        {"std": [1.0, 0]},
+        {"std": [1.0, "x"]},
+        {"std": {}},
+        {"levels": [["p", "q"], 7]},
+        {"levels": [["p", 1], []]},
+        {"levels": [["p", "q", "r"], []]},
+        {"levels": -0.5},
+    ],
+)
+def test_what_was_fitted_to_the_columns_of_a_table_has_its_form(change: dict[str, Any]) -> None:
+    facts = {"config": {}, "classes": ["u", "v"], "shape": [4], "fitted": OF_A_TABLE, "data": {}, "epoch": 1, "threads": 1}
+    require_facts(facts)
+    with pytest.raises(BadOption, match=r"^checkpoint must say how its rows are read in the form that runs write$"):
+        require_facts({**facts, "fitted": {**OF_A_TABLE, **change}})
 
 
 # ---------------------------------------------------------------- nowhere else
@@ -217,7 +262,7 @@ def test_weights_of_a_run_are_taken_as_it_wrote_them(folder: Path, tmp_path: Pat
     for name, value, rule in (
         ("config", [], "must say its config"),
         ("config", {}, "holds what does not fit together"),
-        ("fitted", {"mean": [0.0] * 3, "std": [0.0] * 3}, "holds what does not fit together"),
+        ("fitted", {"mean": [0.0] * 3, "std": [0.0] * 3}, "must say how its rows are read"),
     ):
         sign(best, {**whole, "facts": {**whole["facts"], name: value}})
         refused(rule)

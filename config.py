@@ -38,6 +38,7 @@ def fraction(*, to_1: bool = False) -> Rule:
 
 
 PART: Rule = (lambda v: 0 < v <= 1, "must be above 0 and at most 1")
+WORKERS: Rule = (lambda v: 0 <= v <= 1024, "must be from 0 to 1024")  # with a zero too many, the machine would do nothing but fork
 SEED: Rule = (lambda v: 0 <= v < 2**63, "must be from 0 to 2^63 - 1")
 
 
@@ -195,7 +196,7 @@ class SystemOptions:
     seed: int = flag(0, "weights, order, augmentation and noise in training follow from it", rule=SEED)
     paired_init: bool = flag(False, "parts that models share start with the same weights from one seed; compare sets it")
     deterministic: bool = flag(False, "same numbers on every run with the same thread count; errors where torch can't")
-    workers: int | None = flag(None, "processes that read image files (default: the cores, 8 at most)", rule=at_least(0))
+    workers: int | None = flag(None, "processes that read image files (default: the cores, 8 at most)", rule=WORKERS)
     use_amp: bool = flag(False, "bf16 autocast (fp16 with loss scaling on GPUs without bf16)")
     use_compiled: bool = flag(False, "torch.compile the backbone")
     compile_mode: str = flag("default", "mode of torch.compile", choices=("default", "reduce-overhead", "max-autotune"))

@@ -68,7 +68,7 @@ def load(
     if ready and kind == "table":
         fitted = fitted or _as_they_are(source, name)
     if kind == "image":
-        require_room(Room("dataset", name, f"{everything.size:,} images of {source.x_train.shape[1:]}", source.x_train.nbytes))
+        require_room(Room("dataset", name, f"an array of {everything.size:,} images of {source.x_train.shape[1:]}", source.x_train.nbytes))
     x_train, fitted = _train_rows(kind, source.x_train, train_rows, fitted)
     train = Split(x_train, noisy)
     val = None
@@ -169,8 +169,10 @@ def fake(root: Path, *, train: int = 512, test: int = 128, size: int = 32, chann
     for option, value in dict(train=train, test=test, size=size, channels=channels, classes=classes).items():
         if type(value) is not int or value < 1:
             raise BadOption("dataset", f"takes whole numbers of at least 1 in fake({option}=...)", value)
+    if classes > train + test:
+        raise BadOption("dataset", f"takes at most as many classes as rows ({train + test:,}) in fake(classes=...)", classes)
     asked = f"fake(train={train}, test={test}, size={size}, channels={channels})"
-    require_room(Room("dataset", asked, "all its images", (train + test) * size**2 * channels))
+    require_room(Room("dataset", asked, "an array of all its images", (train + test) * size**2 * channels))
     rng = np.random.default_rng(0)
     x = rng.integers(0, 256, (train + test, size, size, channels), np.uint8)
     y = np.arange(train + test) % classes
@@ -312,10 +314,12 @@ def _encode(kind: str, x: Any, rows: np.ndarray | None, fitted: dict[str, Any]) 
 def stratified(y: np.ndarray, fraction: float, seed: int) -> np.ndarray:
     """Sorted row numbers: `fraction` of every class, rounded; a class keeps at least one row outside."""
     rng = np.random.default_rng(seed)
+    order = np.argsort(y, kind="stable")  # sorted once: there may be as many classes as rows
+    starts = np.unique(y[order], return_index=True)[1]
     picked = []
-    for value in np.unique(y):
-        rows = rng.permutation(np.flatnonzero(y == value))
-        picked.append(rows[: min(round(len(rows) * fraction), len(rows) - 1)])
+    for of_class in np.split(order, starts[1:]):
+        rows = rng.permutation(of_class)
+        picked.append(rows[: max(0, min(round(len(rows) * fraction), len(rows) - 1))])
     return np.sort(np.concatenate([np.empty(0, np.int64), *picked]))
 
 

@@ -15,6 +15,7 @@ from inputs.rows import release, row_blocks
 from utils import BadOption, say
 
 UNLABELED = ("", "?")  # a class may well be named none
+FARTHEST = 1e18  # of a standardized number: models square it, and add the squares
 AT_ONCE = 1 << 18  # numbers that are standardized at once
 
 
@@ -118,9 +119,10 @@ class Encoder:
         for at, found in table.blocks():
             with np.errstate(over="ignore"):
                 rows[at, :numbers] = (np.where(np.isfinite(found), found, self.mean) - self.mean) / self.std
-            if not np.isfinite(rows[at, :numbers]).all():
-                column = 1 + int((~np.isfinite(rows[at, :numbers])).any(0).argmax())
-                raise BadOption("dataset", f"has numbers that overflow float32 when standardized, in column {column} of numbers")
+            if (far := ~(np.abs(rows[at, :numbers]) <= FARTHEST)).any():
+                column = 1 + int(far.any(0).argmax())
+                rule = f"has numbers that overflow float32 when standardized and squared, in column {column} of numbers"
+                raise BadOption("dataset", rule)
         for place, seen in enumerate(self.levels):
             known, (levels, codes) = {str(level): n for n, level in enumerate(seen)}, table.category(place)
             number = np.array([known.get(level, -1) for level in levels], np.int64)

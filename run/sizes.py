@@ -15,7 +15,7 @@ DEFAULT_EMBEDDING = 256
 
 def check_sizes(config: Config, data: Data, shape: tuple[int, ...]) -> None:
     """`shape`: of one row as the model reads it. Rows that are ready, and the bank, are not counted: they are no larger than the data."""
-    rooms = [*of_model(config, data, shape), *of_neighbors(config, data)]
+    rooms = [*of_model(config, data, shape), *of_neighbors(config, data), *of_results(config, data)]
     require_room(*(room for room in rooms if room.size > 0))
 
 
@@ -56,6 +56,17 @@ def of_timm(config: Config, shape: tuple[int, ...], batch: int, copies: int) -> 
     return [Room("model", name, f"a model of {parameters:,} parameters", float(copies) * parameters), *trained]
 
 
+def of_results(config: Config, data: Data) -> list[Room]:
+    """What is counted of the test rows when training is over, and features of a frozen backbone, which are all there at once."""
+    classes, rows, options = data.num_classes, len(data.test), config.model
+    numbers = FLOAT * 4.0 * classes * (rows + classes)  # probabilities in double precision, and the confusion of classes
+    rooms = [Room("dataset", config.data.dataset, f"a table of the scores of {rows:,} test rows among {classes:,} classes", numbers)]
+    if options.freeze_backbone and config.data.augment and options.model in ("vit", "mlp"):
+        views, trained = config.head.views, len(data.train)
+        rooms.append(Room("views", views, f"an array of {views:,} views of {trained:,} rows", FLOAT * views * trained * options.d_hidden))
+    return rooms
+
+
 def of_neighbors(config: Config, data: Data) -> list[Room]:
     options = config.head
     if not HEADS[options.head].wants_bank:
@@ -64,7 +75,7 @@ def of_neighbors(config: Config, data: Data) -> list[Room]:
     size = features if options.embed_dim == 0 else options.embed_dim or DEFAULT_EMBEDDING
     batch = min(config.training.batch_size, max(len(data.train), 1))
     asked = {name: max(whole_numbers(name, getattr(config.evaluation, name)), default=0) for name in ("k_eval", "k_ensemble")}
-    rooms = [Room(name, k, f"{k:,} neighbors", FLOAT * k * size) for name, k in asked.items()]
+    rooms = [Room(name, k, f"a search for {k:,} neighbors", FLOAT * k * size) for name, k in asked.items()]
     k, of_batch = options.k_train, f"a batch of {batch} rows with {options.k_train:,} neighbors each"
     return [
         *rooms,

@@ -54,6 +54,7 @@ def resolve(given: dict[str, Any], shape: tuple[int, ...]) -> Config:
         ("K ", 3, "is not an option"),
         ("stop_after", 0, "must be at least 1, got 0"),
         ("num_epochs", 2**63, f"must be from -2^63 to 2^63 - 1, got {2**63}"),
+        ("workers", 100_000_000, "must be from 0 to 1024, got 100000000"),
         ("lr", 10**400, "must be from -2^63 to 2^63 - 1, got 1000000"),
         ("memory_update_freq", 1e308, "must be from 1e-6 to 1e6, got 1e+308"),
         ("memory_update_freq", 5e-324, "must be from 1e-6 to 1e6, got 5e-324"),

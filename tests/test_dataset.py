@@ -86,6 +86,7 @@ def test_fake():
         ("fake(size=2.5)", "size must be a whole number, got 2.5"),
         ("fake(train=True)", "train must be a whole number, got True"),
         ("fake(classes=1)", "dataset needs at least two classes (1 found)"),
+        ("fake(train=60, test=30, classes=3000000000)", "dataset takes at most as many classes as rows (90) in fake(classes=...)"),
         ("fake(train=1)", "dataset must leave at least 2 training rows after the splits (1 left)"),
         ("fake(sizes=3)", "fake has no option 'sizes' (did you mean 'size'?); it has train, test, size, channels, classes"),
         ("fake(3)", "dataset must read Name(option=value"),

@@ -215,9 +215,12 @@ def test_categories_of_other_lengths_match_their_level():
 
 
 def test_numbers_that_overflow_when_standardized_are_refused():
-    rule = r"^dataset has numbers that overflow float32 when standardized, in column 2 of numbers"
-    with pytest.raises(BadOption, match=rule):
-        Encoder([0.0, 1.0], [1.0, 1e-9], []).encode(Table.of(np.array([[1.0, 1.0], [3.0, 1e38]])))
+    rule = r"^dataset has numbers that overflow float32 when standardized and squared, in column 2 of numbers"
+    for spread, number in ((1e-9, 1e38), (1e-9, -1e38), (1.0, 3e38), (1e-9, 2e9)):
+        with pytest.raises(BadOption, match=rule):
+            Encoder([0.0, 1.0], [1.0, spread], []).encode(Table.of(np.array([[1.0, 1.0], [3.0, number]])))
+    found = Encoder([0.0], [1e-9], []).encode(Table.of(np.array([[9e8]])))
+    assert np.isfinite(np.square(found).sum())
 
 
 def test_text_far_down_in_a_column_of_numbers_makes_it_text_from_its_first_row(tmp_path, monkeypatch):

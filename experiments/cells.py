@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from inputs.files import write_json
+from inputs.files import NO_FOLLOW, write_json
 from inputs.indexed import INDEX
 from run.directory import RESULTS
+from utils import BadOption
 
 try:
     import fcntl
@@ -106,7 +107,9 @@ def claimed(place: Place) -> Iterator[bool]:
     """Whether this process may work on the run; nobody else may while it lives. The lock of a process that died is free: the system
     lets go of it. Who holds it stands in the file, for people."""
     place.lock.parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(place.lock, os.O_RDWR | os.O_CREAT, 0o644)
+    if link := next((path for path in (place.lock, place.log) if path.is_symlink()), None):  # what lies elsewhere would be written
+        raise BadOption("output_dir", "must not hold a symlink in the place of a file", str(link))
+    handle = os.open(place.lock, os.O_RDWR | os.O_CREAT | NO_FOLLOW, 0o644)
     try:
         for left in range(TRIES, 0, -1):
             if _locked(handle, alone=True):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import shlex
-import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from experiments.power import measured_power, planned_power
 from experiments.published import beside_published
 from inputs.files import write_json
 from run.directory import RESULTS, check_writable
-from utils import BadOption, Halt, did_you_mean, parse_whole_number, say, whole_numbers
+from utils import BadOption, Halt, Interrupted, did_you_mean, interruptible, parse_whole_number, say, whole_numbers
 
 RETRIED = ("failed", "stale")
 
@@ -297,14 +296,14 @@ class Making:
         arms = {arm.name: arm for arm in plan.arms}
         given = functools.partial(shared, plan, self.folder)
         launch = Launch(arms, self.made_with, plan.threads, jobs, progress, retry, fail_fast, given)
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the runs are saved
         try:
-            with progress:
+            with interruptible(), progress:
                 if plan.family and not all((place.run / RESULTS).exists() for place in places):
                     progress.line(planned_power(len(plan.seeds), len(plan.family)))
                 return self.look_by_look(launch, workers)
-        except KeyboardInterrupt:
-            raise Halt(f"stopped; what was done is saved. Go on with: {self.again(jobs)}", 130) from None
+        except KeyboardInterrupt as stop:
+            how = stop if isinstance(stop, Interrupted) else Interrupted()
+            raise Halt(f"stopped by {how.name}; what was done is saved. Go on with: {self.again(jobs)}", how.exit_code) from None
         except FailedFast as stop:
             raise Halt(f"{stop}. Go on with: {self.again(jobs)} --retry failed", 1) from None
 

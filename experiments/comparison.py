@@ -15,7 +15,7 @@ from experiments.plan import FILE, Plan, shown_arms, sources_of
 from experiments.read import results as read_results
 from experiments.verdict import Verdicts, judge
 from run.directory import RESULTS
-from utils import BadOption, did_you_mean
+from utils import BadOption, did_you_mean, understood
 
 
 def compared(comparison: Comparison) -> Verdicts:
@@ -53,7 +53,7 @@ def within(cells: Sequence[Cell], arms: Sequence[str], sources: Sequence[str]) -
 
 def finished_runs(paths: Sequence[str], declared: Mapping[str, Any]) -> Comparison:
     """Runs by path: those that differ in their seed alone are one arm, whose name tells in what it differs from the others."""
-    found = [(Path(path), identity(Path(path))) for path in paths]
+    found = [(Path(path), identified(Path(path))) for path in paths]
     groups: dict[str, dict[str, Any]] = {}
     cells: list[tuple[str, int, Path]] = []
     for path, (seed, values) in found:
@@ -72,6 +72,11 @@ def finished_runs(paths: Sequence[str], declared: Mapping[str, Any]) -> Comparis
     if baseline not in shown:
         raise BadOption("baseline", f"must be one of the arms {', '.join(shown)}{did_you_mean(baseline, shown)}", baseline)
     return Comparison(arms=tuple(shown), baseline=baseline, cells=tuple(within(made, arms, sources)), **rest)
+
+
+def identified(run: Path) -> tuple[int, dict[str, Any]]:
+    with understood("compare", str(run)):
+        return identity(run)
 
 
 def identity(run: Path) -> tuple[int, dict[str, Any]]:

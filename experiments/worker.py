@@ -24,7 +24,7 @@ import torch
 
 import config as flags
 from experiments.cells import Place, claimed, note_failure, note_start, note_time, read_note, state_of
-from inputs import store
+from inputs import files, store
 from run.directory import RESULTS
 from run.plugin import plugin_frame
 from run.run import run
@@ -84,8 +84,8 @@ def in_child(job: Mapping[str, Any], pipes: tuple[int, ...]) -> int:
     os.dup2(nothing, 0)
     try:
         return work(job)
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        say(told(error))
         return 1
     finally:
         for stream in (sys.stdout, sys.stderr):
@@ -98,7 +98,7 @@ def work(job: Mapping[str, Any]) -> int:
     with claimed(place) as ours:
         if not ours:
             return ELSEWHERE
-        log = os.open(place.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        log = os.open(place.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | files.NO_FOLLOW, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
         torch.set_num_threads(job["threads"])

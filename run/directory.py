@@ -218,7 +218,7 @@ class RunDirectory:
     def sweep(self) -> None:
         """Temporary files of a process that was killed."""
         for folder in {self.path, *((self.path / name).parent for name in self.files)}:
-            for name in os.listdir(folder) if folder.is_dir() else ():
+            for name in os.listdir(folder) if folder.is_dir() and self._link_above(folder) is None else ():
                 if files.TEMPORARY.fullmatch(name):
                     os.unlink(folder / name)
 
@@ -236,11 +236,12 @@ class RunDirectory:
 
     def _require_real(self, folder: Path) -> None:
         """NOTE: through a link in the place of a folder, files elsewhere would be written and deleted."""
-        for part in (folder, *folder.parents):
-            if part == self.path:
-                return
-            if part.is_symlink():
-                raise BadOption("output_dir", f"must not hold a symlink in the place of a folder ({self._name(part)})", str(self.path))
+        if link := self._link_above(folder):
+            raise BadOption("output_dir", f"must not hold a symlink in the place of a folder ({self._name(link)})", str(self.path))
+
+    def _link_above(self, folder: Path) -> Path | None:
+        inside = (part for part in (folder, *folder.parents) if part != self.path and part.is_relative_to(self.path))
+        return next((part for part in inside if part.is_symlink()), None)
 
     def _delete_own(self) -> None:
         """Everything that the marked run listed; the marker stays until another replaces it."""

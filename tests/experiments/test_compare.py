@@ -19,10 +19,11 @@ import pytest
 import torch
 
 from evaluation.predictions import read
-from experiments.cells import Place, holder, place_of
+from experiments.cells import Place, claimed, holder, place_of
 from experiments.live import Progress
 from experiments.plan import BACKBONE
 from main import main
+from utils import BadOption
 
 ROOT = Path(__file__).parent.parent.parent
 FAKE = ["--dataset", "fake(train=60, test=30, size=8, classes=3)", "--patch_size", "4", "--num_layers", "1", "--num_heads", "1"]
@@ -128,16 +129,31 @@ def test_nothing_runs_twice(copy: Path, capfd: pytest.CaptureFixture[str]) -> No
     assert "Attention" in capfd.readouterr().out
 
 
-def test_ctrl_c_saves_and_prints_the_command_that_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
+def test_a_signal_saves_and_prints_the_command_that_goes_on(number: int, name: str, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     process = begun(folder, *THREE, "--jobs", "2")
     until(process, "done")
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     said = process.communicate()[1]
-    assert process.returncode == 130
-    assert f"Go on with: python main.py compare --output_dir {folder} --jobs 2" in said
+    assert process.returncode == 128 + number
+    assert f"stopped by {name}; what was done is saved. Go on with: python main.py compare --output_dir {folder} --jobs 2" in said
     # What a run that was only just begun wrote into its lock may be left there; the lock itself is free.
     assert not [lock for lock in folder.glob("cells/*/*.lock") if holder(Place("", 0, lock.with_suffix("")))]
+
+
+def test_logs_and_locks_are_not_written_through_a_link(tmp_path: Path) -> None:
+    place = place_of(tmp_path, "Attention", 0)
+    place.lock.parent.mkdir(parents=True)
+    (tmp_path / "mine").write_text("mine")
+    for path in (place.lock, place.log):
+        path.symlink_to(tmp_path / "mine")
+        with pytest.raises(BadOption, match="must not hold a symlink in the place of a file"), claimed(place):
+            pass
+        path.unlink()
+    assert (tmp_path / "mine").read_text() == "mine"
+    with claimed(place) as ours:
+        assert ours
 
 
 def test_the_table_of_a_terminal(alone: Path) -> None:

@@ -65,7 +65,12 @@ def test_nothing_is_deleted_or_written_through_a_symlink(tmp_path: Path) -> None
         else:
             path.unlink()
         path.symlink_to(target)
+    left = far / "best" / ".abcd1234.tmp"
+    left.write_text("mine")
     with opened(tmp_path / "run") as directory:
+        directory.sweep()
+        assert left.exists()
+        left.unlink()
         directory.write("curves.png", "new")
         with pytest.raises(BadOption, match=r"must not hold a symlink in the place of a folder \(checkpoints/best\)"):
             directory.write("checkpoints/best/model-2.safetensors", "new")

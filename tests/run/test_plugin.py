@@ -52,7 +52,7 @@ def test_no_code_runs_because_a_checkpoint_or_a_file_names_it(tmp_path: Path, ca
         store.save(folder / "checkpoints" / name, tensors, {**facts, "config": {**facts["config"], "plugin": str(tmp_path / "evil.py")}})
     (tmp_path / "evil.yaml").write_text(f"plugin: {tmp_path / 'evil.py'}\n")
     commands = ["--test_only --checkpoint run", "--resume run --num_epochs 2", "--config evil.yaml"]
-    commands += ["explain --what tokens --checkpoint run", "explain --what neighbors --checkpoint run", "probe --checkpoint run"]
+    commands += [f"{c} --checkpoint run" for c in ("explain --what tokens", "explain --what neighbors", "probe", "export", "predict run")]
     with contextlib.chdir(tmp_path):
         for command in commands:
             assert main(command.split()) == 2, command

@@ -173,8 +173,7 @@ def fake(root: Path, *, train: int = 512, test: int = 128, size: int = 32, chann
         raise BadOption("dataset", f"takes at most as many classes as rows ({train + test:,}) in fake(classes=...)", classes)
     asked = f"fake(train={train}, test={test}, size={size}, channels={channels})"
     require_room(Room("dataset", asked, "an array of all its images", (train + test) * size**2 * channels))
-    rng = np.random.default_rng(0)
-    x = rng.integers(0, 256, (train + test, size, size, channels), np.uint8)
+    x = np.random.default_rng(0).integers(0, 256, (train + test, size, size, channels), np.uint8)
     y = np.arange(train + test) % classes
     return Source(x[:train], y[:train], x[train:], y[train:], classes=tuple(map(str, range(classes))))
 
@@ -315,9 +314,8 @@ def stratified(y: np.ndarray, fraction: float, seed: int) -> np.ndarray:
     """Sorted row numbers: `fraction` of every class, rounded; a class keeps at least one row outside."""
     rng = np.random.default_rng(seed)
     order = np.argsort(y, kind="stable")  # sorted once: there may be as many classes as rows
-    starts = np.unique(y[order], return_index=True)[1]
     picked = []
-    for of_class in np.split(order, starts[1:]):
+    for of_class in np.split(order, np.unique(y[order], return_index=True)[1][1:]):
         rows = rng.permutation(of_class)
         picked.append(rows[: max(0, min(round(len(rows) * fraction), len(rows) - 1))])
     return np.sort(np.concatenate([np.empty(0, np.int64), *picked]))

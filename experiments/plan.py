@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import re
+import types
+import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +19,11 @@ import config as flags
 from experiments.cells import folder_name
 from experiments.grid import Arm, alternatives, arms_of, check_names, value_of
 from experiments.metrics import METRICS
+from inputs.files import read_plain
 from inputs.yaml_file import read_mapping, read_yaml
 from utils import BadOption, did_you_mean, one_of, whole_numbers
 
-FILE = "plan.json"
+FILE, MOST = "plan.json", 1 << 26  # bytes
 DECLARED = ("seeds", "baseline", "metric", "margin", "looks", "calibrated", "within", "threads", "conditions")
 KEYS = ("arms", "common", "backbone", "published", "about", *DECLARED)  # of a YAML plan
 FOLLOWING = ("family", "margin_means")  # of plan.json: told for people, from the rest
@@ -251,11 +255,11 @@ def threads_for(jobs: int) -> int:
 def read(folder: Path) -> Plan | None:
     """The plan of a comparison that has one."""
     try:
-        body = json.loads((folder / FILE).read_text())
+        body = json.loads(read_plain(folder / FILE, MOST))
         claimed = body.pop("sha256")
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError, AttributeError, OSError):
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError):
         raise BadOption("output_dir", f"must hold a whole {FILE}", str(folder)) from None
     if digest_of(body) != claimed:
         raise BadOption("output_dir", f"holds a {FILE} that was changed since it was written", str(folder))
@@ -266,9 +270,35 @@ def read(folder: Path) -> Plan | None:
         raise BadOption("output_dir", f"holds a {FILE} of a version with other entries ({', '.join(sorted(strange))})", str(folder))
     values: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in body.items() if n not in (*FOLLOWING, "arms")}
     try:
-        return Plan(arms=tuple(Arm(**arm) for arm in arms), **values)
-    except TypeError:  # an entry is missing
+        return sane(Plan(arms=tuple(Arm(**arm) for arm in arms), **values))
+    except TypeError:  # an entry is missing, or of another kind
         raise BadOption("output_dir", f"must hold a whole {FILE}", str(folder)) from None
+    except BadOption as error:
+        raise BadOption(error.option, f"{error.rule}, in {folder / FILE}", error.value) from None
+
+
+def sane(plan: Plan) -> Plan:
+    """NOTE: a digest finds damage, not malice. What a plan.json says is checked like what is typed."""
+    for part in (plan, *plan.arms):
+        for name, hint in typing.get_type_hints(type(part)).items():
+            if not fits(getattr(part, name), hint):
+                raise TypeError(name)
+    if not plan.arms or not plan.seeds or plan.threads < 1 or not all(0 <= seed < 2**63 for seed in plan.seeds):
+        raise TypeError
+    for given in (plan.backbone, *(arm.flags for arm in plan.arms)):
+        flags.check(given)
+    return plan
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value of JSON is of the kind that an annotation names."""
+    if typing.get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(fits(item, typing.get_args(hint)[0]) for item in value)
+    if isinstance(hint, types.UnionType):
+        return any(fits(value, kind) for kind in typing.get_args(hint))
+    if hint is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    return type(value) is int if hint is int else isinstance(value, typing.get_origin(hint) or hint)
 
 
 def permit(old: Plan, typed: Mapping[str, str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +43,36 @@ def test_a_plan_comes_back_as_it_was_written(tmp_path: Path) -> None:
         read(tmp_path)
 
 
+def test_a_pipe_is_no_plan(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / plans.FILE)
+    with pytest.raises(BadOption, match=r"^output_dir must hold a whole plan\.json"):
+        read(tmp_path)
+
+
+STRANGE: dict[str, tuple[Any, ...]] = {
+    "seeds": (7, [], [1, "a"], [-1], [True], None),
+    "baseline": (None, 7),
+    "looks": ("x", [2.5]),
+    "margin": ("", True),
+    "within": (7, [1]),
+    "threads": (0, 1.5),
+    "backbone": ("x", [1]),
+    "later_seeds": ({}, "x"),
+    "calibrated": (1,),
+    "arms": ([], [{"name": 7, "flags": {}}], [{"name": "A", "flags": 7}], [{"name": "A", "flags": {}, "exploratory": None}]),
+}
+
+
+@pytest.mark.parametrize("name", list(STRANGE))
+def test_a_plan_that_is_signed_again_has_its_form(tmp_path: Path, name: str) -> None:
+    body = json.loads(json.dumps(PLAN.body()))
+    del body["sha256"]
+    for value in STRANGE[name]:
+        (tmp_path / plans.FILE).write_text(resigned({**body, name: value}))
+        with pytest.raises(BadOption, match=r"^output_dir must hold a whole plan\.json"):
+            read(tmp_path)
+
+
 def resigned(body: object) -> str:
     return json.dumps({**body, "sha256": plans.digest_of(body)} if isinstance(body, dict) else body)
 
@@ -56,6 +87,8 @@ def resigned(body: object) -> str:
         (lambda body: {**body, "arms": [{"name": "A"}]}, "output_dir must hold a whole plan.json"),
         (lambda body: {**body, "arms": 3}, "output_dir must hold a whole plan.json"),
         (lambda body: {name: value for name, value in body.items() if name != "seeds"}, "output_dir must hold a whole plan.json"),
+        (lambda body: {**body, "arms": [{"name": "A", "flags": {"lr": -1.0}}]}, r"^lr must be above 0, in .*plan\.json, got -1\.0$"),
+        (lambda body: {**body, "backbone": {"colour": 1}}, r"^colour is not an option.*, in .*plan\.json"),
     ],
 )
 def test_what_is_no_plan_json(tmp_path: Path, change: Callable[[dict[str, Any]], object], words: str) -> None:

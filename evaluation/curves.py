@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from inputs.rows import short_name
-from training.progress import METRICS, read_lines
+from training.epochs import METRICS, read_lines
 
 
 def epochs_of(folder: Path, final: str, best_epoch: int, *, title: str = "", rule: str = "") -> tuple[str, bytes]:

@@ -273,20 +273,16 @@ def read(folder: Path) -> Plan | None:
         return sane(Plan(arms=tuple(Arm(**arm) for arm in arms), **values))
     except TypeError:  # an entry is missing, or of another kind
         raise BadOption("output_dir", f"must hold a whole {FILE}", str(folder)) from None
-    except BadOption as error:
-        raise BadOption(error.option, f"{error.rule}, in {folder / FILE}", error.value) from None
 
 
 def sane(plan: Plan) -> Plan:
-    """NOTE: a digest finds damage, not malice. What a plan.json says is checked like what is typed."""
+    """NOTE: a digest finds damage, not malice: every entry must be of its kind."""
     for part in (plan, *plan.arms):
         for name, hint in typing.get_type_hints(type(part)).items():
             if not fits(getattr(part, name), hint):
                 raise TypeError(name)
     if not plan.arms or not plan.seeds or plan.threads < 1 or not all(0 <= seed < 2**63 for seed in plan.seeds):
         raise TypeError
-    for given in (plan.backbone, *(arm.flags for arm in plan.arms)):
-        flags.check(given)
     return plan
 
 
@@ -302,10 +298,16 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def permit(old: Plan, typed: Mapping[str, str]) -> None:
-    """NOTE: no code runs because a file names it, and a plan is a file."""
+    """That a plan may be gone on with: its flags are checked as if they were typed. NOTE: no code runs because a file names it, and a plan
+    is a file."""
     given = {str(Path(path).resolve()) for path in alternatives("plugin", typed["plugin"])} if "plugin" in typed else set()
     if missing := [path for path in old.plugins if path not in given]:
         raise BadOption("plugin", f"must be typed: the plan names {missing[0]}, and no code runs because a file names it")
+    try:
+        for arm in (*old.arms, Arm(BACKBONE, old.backbone)):
+            flags.check(arm.flags)
+    except BadOption as error:
+        raise BadOption(error.option, f"{error.rule}, in {FILE}", error.value) from None
 
 
 def extended(old: Plan, arms: Sequence[Arm], typed: Mapping[str, Any]) -> Plan:

@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from inputs.files import append, read_plain, write_atomically
+from inputs.files import append, write_atomically
 from inputs.store import Owner
+from training.epochs import METRICS, is_line, read_lines
 from utils import BadOption, Halt, Interrupted, say, shortened, warn
 
-METRICS, EVENTS = "metrics.jsonl", "events.out.tfevents."
-MOST_METRICS = 1 << 30  # bytes
+EVENTS = "events.out.tfevents."
 
 
 class Stop:
@@ -247,33 +247,6 @@ class Log:
                 f"epoch {line['epoch']:3d}/{self.epochs}  loss {sum(terms.values()):.4f}{parts}{accuracy}{' *' if better and val else ''}  "
                 f"lr {line['lr']:.2g}  {line['images_per_second']:,.0f} img/s  {line['seconds']:.1f} s"
             )
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Epochs in metrics.jsonl. A line that a kill tore, or that is none, is left out."""
-    try:
-        text = read_plain(path, MOST_METRICS).decode(errors="replace")
-    except OSError:
-        return []
-    found = []
-    for line in text.split("\n"):
-        with contextlib.suppress(ValueError, RecursionError):
-            values = json.loads(line)
-            if is_line(values):
-                found.append(values)
-    return found
-
-
-def is_line(values: Any) -> bool:
-    """Whether this is what an epoch writes, as far as others read it."""
-    if not isinstance(values, dict) or type(values.get("epoch")) is not int or not isinstance(values.get("train"), dict):
-        return False
-    val, spread = values.get("val"), values.get("embeddings", {"cosine_between_classes": 0, "effective_rank": 0})
-    scored = val is None or (isinstance(val, dict) and {"accuracy", "nll"} <= set(val))
-    if not scored or not isinstance(spread, dict) or not {"cosine_between_classes", "effective_rank"} <= set(spread):
-        return False
-    numbers = [values.get("lr"), values.get("seconds"), *values["train"].values(), *(val or {}).values(), *spread.values()]
-    return all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers)
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:

@@ -29,7 +29,8 @@ from experiments.verdict import Verdicts
 from inputs.indexed import digest_of, read_index
 from inputs.yaml_file import read_mapping
 from run.directory import ERROR, RESULTS, state_of
-from run.directory import METRICS as EPOCHS
+from training.epochs import METRICS as EPOCHS
+from training.epochs import read_lines
 from utils import BadOption, check_file
 
 UNREADABLE = "unreadable"
@@ -299,18 +300,7 @@ def read_run(folder: Path, name: str, arm: str, seed: int, state: str, error: st
     if not folder.is_dir() and state == "done":
         state, error = UNREADABLE, "the directory of this run is gone"
     classes, digest = best_of(folder)
-    return Run(name, arm, seed, state, folder, results, tuple(epochs_of(folder)), classes, command_of(folder), error, digest)
-
-
-def epochs_of(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl that are whole."""
-    found = []
-    for line in text_in(folder / EPOCHS).splitlines():
-        with contextlib.suppress(ValueError):
-            epoch = json.loads(line)
-            if isinstance(epoch, dict) and isinstance(epoch.get("epoch"), int):
-                found.append(epoch)
-    return found
+    return Run(name, arm, seed, state, folder, results, tuple(read_lines(folder / EPOCHS)), classes, command_of(folder), error, digest)
 
 
 def best_of(folder: Path) -> tuple[tuple[str, ...], str]:

@@ -13,7 +13,7 @@ import pytest
 
 from experiments import plan as plans
 from experiments.grid import Arm
-from experiments.plan import Plan, checked, extended, read, read_plan, seeds_of, sources_of
+from experiments.plan import Plan, checked, extended, permit, read, read_plan, seeds_of, sources_of
 from inputs.store import write_json
 from utils import BadOption
 
@@ -87,8 +87,6 @@ def resigned(body: object) -> str:
         (lambda body: {**body, "arms": [{"name": "A"}]}, "output_dir must hold a whole plan.json"),
         (lambda body: {**body, "arms": 3}, "output_dir must hold a whole plan.json"),
         (lambda body: {name: value for name, value in body.items() if name != "seeds"}, "output_dir must hold a whole plan.json"),
-        (lambda body: {**body, "arms": [{"name": "A", "flags": {"lr": -1.0}}]}, r"^lr must be above 0, in .*plan\.json, got -1\.0$"),
-        (lambda body: {**body, "backbone": {"colour": 1}}, r"^colour is not an option.*, in .*plan\.json"),
     ],
 )
 def test_what_is_no_plan_json(tmp_path: Path, change: Callable[[dict[str, Any]], object], words: str) -> None:
@@ -129,6 +127,14 @@ def test_code_runs_because_it_was_typed_and_not_because_a_plan_names_it(tmp_path
     for typed in ({}, {"plugin": one}):
         with pytest.raises(BadOption, match=r"plugin must be typed: the plan names .*, and no code runs because a file names it"):
             plans.permit(plan, typed)
+
+
+def test_flags_of_a_plan_that_is_gone_on_with_are_checked() -> None:
+    with pytest.raises(BadOption, match=r"^lr must be above 0, in plan\.json, got -1\.0$"):
+        permit(replace(PLAN, arms=(Arm("A", {"lr": -1.0}),)), {})
+    with pytest.raises(BadOption, match=r"^colour is not an option.*, in plan\.json$"):
+        permit(replace(PLAN, backbone={"colour": 1}), {})
+    permit(PLAN, {})
 
 
 def test_what_joins_is_exploratory() -> None:

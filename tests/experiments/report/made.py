@@ -51,7 +51,14 @@ def run_at(folder: Path, flags: Mapping[str, Any], seed: int, *, share: float = 
 def epoch_line(epoch: int, share: float) -> dict[str, Any]:
     val = {"accuracy": share * (1 - math.exp(-epoch)), "nll": 1 / epoch}
     spread = {"effective_rank": 1 + epoch, "cosine_between_classes": 1 / (1 + epoch)}
-    return {"epoch": epoch, "lr": 0.1, "train": {"cross_entropy": 2 / epoch, "other": 0.1}, "val": val, "embeddings": spread}
+    return {
+        "epoch": epoch,
+        "lr": 0.1,
+        "train": {"cross_entropy": 2 / epoch, "other": 0.1},
+        "val": val,
+        "embeddings": spread,
+        "seconds": 0.5 * epoch,
+    }
 
 
 def comparison_at(

@@ -74,7 +74,8 @@ def test_every_file_of_a_run(name: str, runs: Path, tmp_path: Path, capsys: pyte
 def test_made_up_results_do_not_compare(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     here = Path(shutil.copytree(runs, tmp_path / "runs"))
     results = json.loads((here / "one" / "results.json").read_text())
-    for entry, value in (("config", -1), ("config", {}), ("data", 7), ("test", 3)):
-        (here / "one" / "results.json").write_text(json.dumps({**results, entry: value}))
+    about = results["about"]
+    for made_up in ({"about": {**about, "config": -1}}, {"about": {**about, "config": {}}}, {"about": {**about, "data": 7}}, {"test": 3}):
+        (here / "one" / "results.json").write_text(json.dumps({**results, **made_up}))
         words = ["compare", str(here / "one"), str(here / "two"), "--output_dir", str(tmp_path / "compared")]
-        assert said_of(words, capsys) == 2, entry
+        assert said_of(words, capsys) == 2, made_up

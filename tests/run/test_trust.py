@@ -157,7 +157,7 @@ def test_warnings_are_kept_and_shown(runs: dict[str, Path], tmp_path: Path, caps
 def test_few_validation_rows_are_a_warning_of_what_was_fitted_to_them(runs: dict[str, Path], tmp_path: Path) -> None:
     """In the run and in a test that takes its calibration; not where nothing was fitted, nor with rows enough."""
     few = "calibrate: fitted to {} validation rows, and below 50 the calibrated scores are chance to a large part"
-    rows = results_of(runs["linear"])["data"]["val"]
+    rows = results_of(runs["linear"])["about"]["data"]["val"]
     assert rows < 50
     run({"output_dir": str(tmp_path / "again")}, Action(test_only=True, checkpoint=str(runs["linear"])))
     for found in (results_of(runs["linear"]), results_of(tmp_path / "again")):

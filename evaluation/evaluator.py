@@ -33,6 +33,7 @@ class Elsewhere:
 
     left_out: dict[str, Tensor]
     validation: dict[str, Tensor]
+    rows: int = 0  # training rows that were classified without themselves
 
 
 @dataclass
@@ -162,15 +163,15 @@ class Evaluator:
         for key, of_name in {"train_leave_one_out": elsewhere.left_out, "val_accuracy": elsewhere.validation}.items():
             for name, right in of_name.items():
                 of_each[name][key] = right.double().mean().item()
-        return {"scores": of_each, "left_out_rows": len(next(iter(elsewhere.left_out.values())))}
+        return {"scores": of_each, "left_out_rows": elsewhere.rows}
 
     def elsewhere(self) -> Elsewhere:
         """Which rows that are not test rows each vote, as trained, has right; computed once."""
+        if self.retriever is None:
+            return Elsewhere({}, {})
         if self._elsewhere is None:
-            self._elsewhere = found = Elsewhere({}, {})
-            if self.retriever is None:
-                return found
             retrieved, labels = leave_one_out(self.retriever)
+            self._elsewhere = found = Elsewhere({}, {}, len(labels))
             for name in self.predictors.names:
                 predictor = self.predictors.of(name, calibrated=False)
                 if predictor.linear_part is None:  # a linear head has learned these rows

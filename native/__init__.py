@@ -236,6 +236,7 @@ def call(
     of_rows, of_columns = (next(t for t in (these, out, read.get("weight")) if t is not None) for these in (rows, columns))
     B, H, N, D = of_rows.shape
     asked = Call(B=B, H=H, N=N, M=of_columns.shape[2], D=D, K=K or lists_of(read), threads=torch.get_num_threads(), scale=scale)
+    check_sizes(name, asked, {"columns": of_columns, **read})
     for part, t in {"rows": rows, "columns": columns, "out": out}.items():
         if t is not None:
             setattr(asked, part, View(t.data_ptr(), *t.stride()[:3]))
@@ -248,3 +249,14 @@ def call(
 def lists_of(parts: dict[str, Tensor]) -> int:
     """How long the lists are."""
     return parts["index" if "index" in parts else "weight"].shape[-1]
+
+
+def check_sizes(name: str, asked: Call, parts: dict[str, Tensor]) -> None:
+    """The C code believes its sizes: what is too small would be read beyond its end."""
+    lists, by_rank = (asked.B, asked.H, asked.N, asked.K), (asked.K, asked.D)
+    columns = lists if name.startswith("softmax") else (asked.B, asked.H, asked.M, asked.D)
+    wanted = {"columns": columns, "index": lists, "weight": lists, "own": (asked.N,)}
+    wanted["factor"] = lists if name == "softmax_gradient" else by_rank
+    for part, tensor in parts.items():
+        if tensor.shape != wanted[part]:
+            raise ValueError(f"{name}: {part} must be {wanted[part]}, got {tuple(tensor.shape)}")

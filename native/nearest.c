@@ -2,7 +2,7 @@
 //
 // A group is one head of one image: N rows (queries), M columns (keys, values), D channels, float32. Scores are made a few rows at a time
 // in registers and selected from while they are in the cache; no N x M and no N x K x D numbers are ever stored.
-// Vectors are those of GCC and Clang, for any processor. Python hands over memory of the right sizes, and checks them (native/__init__.py).
+// Vectors are those of GCC and Clang, for any processor. Python checks that memory is of the right sizes (native/__init__.py).
 #include <stdint.h>
 #include <stdlib.h>
 

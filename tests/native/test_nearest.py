@@ -158,6 +158,22 @@ def test_an_index_outside_is_an_error_and_no_crash(wrong: int) -> None:
             call()
 
 
+def test_sizes_that_do_not_fit_are_an_error_and_no_read_beyond_the_end() -> None:
+    x, y, index, weight = torch.ones(2, 3, 5, 8), torch.ones(2, 3, 7, 8), torch.zeros(2, 3, 5, 4, dtype=torch.long), torch.ones(2, 3, 5, 4)
+    for call in (
+        lambda: native.bag(y, index, weight[..., :3]),
+        lambda: native.bag(y, index, weight, torch.ones(4, 7)),
+        lambda: native.spread(x, index[:, :, :4], weight, 7),
+        lambda: native.pair_dot(x, y[:1], index),
+        lambda: native.pair_dot(x, y[..., :5], index),
+        lambda: native.factor_gradient(x, y, index, weight[:, :2]),
+        lambda: native.nearest(x, y[:, :2], 3, None),
+        lambda: native.softmax_gradient(weight[..., :3], weight, 1.0),
+    ):
+        with pytest.raises(ValueError, match=r" must be \(.*\), got \("):
+            call()
+
+
 @pytest.mark.parametrize("depthwise", [True, False])
 def test_the_operators_announce_what_they_return_of_images_too(depthwise: bool) -> None:
     B, H, N, M, D, K, E = 2, 3, 5, 7, 4, 3, 6

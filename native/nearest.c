@@ -18,6 +18,10 @@ typedef float vec __attribute__((vector_size(4 * W)));
 typedef int32_t ivec __attribute__((vector_size(4 * W)));
 typedef float vec_at __attribute__((vector_size(4 * W), aligned(4), may_alias));  // at any address
 typedef int32_t ivec_at __attribute__((vector_size(4 * W), aligned(4), may_alias));
+typedef float four __attribute__((vector_size(16)));
+typedef int32_t ifour __attribute__((vector_size(16)));
+typedef float four_at __attribute__((vector_size(16), aligned(4), may_alias));
+typedef int32_t eight __attribute__((vector_size(32), aligned(4), may_alias));
 #define INLINE static inline __attribute__((always_inline))
 
 INLINE vec load(const float *p) { return *(const vec_at *)p; }
@@ -25,7 +29,18 @@ INLINE void store(float *p, vec x) { *(vec_at *)p = x; }
 INLINE ivec keys_at(const int32_t *p) { return *(const ivec_at *)p; }
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t whole(int64_t n) { return (n + W - 1) / W * W; }  // the next multiple of a vector
-INLINE ivec larger(ivec x, ivec y) { ivec first = x > y; return (first & x) | (~first & y); }
+// Written lane by lane, compilers find the one instruction for it.
+INLINE ivec larger(ivec x, ivec y) {
+  ivec z;
+  _Pragma("GCC unroll 16") for (int l = 0; l < W; l++) z[l] = x[l] > y[l] ? x[l] : y[l];
+  return z;
+}
+
+INLINE ivec smaller(ivec x, ivec y) {
+  ivec z;
+  _Pragma("GCC unroll 16") for (int l = 0; l < W; l++) z[l] = x[l] < y[l] ? x[l] : y[l];
+  return z;
+}
 
 INLINE ivec lanes(void) {
   ivec x;
@@ -61,14 +76,19 @@ typedef struct {
 } View;                      // (B, H, rows, D)
 
 typedef struct {
-  View rows, columns, out;  // what belongs to the N rows, to the M columns, and what is made of them
-  const int64_t *index;     // (B H, N, K): which columns
+  View rows, columns, out;  // what belongs to the N rows, to the M columns, and what is made of them: D channels
+  View values, grad;        // of an attention: what is summed (M), and the gradient of the sums (N): E channels
+  View d_rows, d_columns, d_values;
+  const int64_t *index;     // (B H, N, K): which columns; the same (N, K) for all groups where `lists` is 0
   const float *weight;      // (B H, N, K)
   const float *factor;      // (K, D) for each rank and channel, or none: 1
+  const float *bias;        // (N, K), added to scaled scores; or none
+  const float *keep;        // (B H, N, K): what dropout multiplies weights by; or none
+  const float *first;       // the scaled score of rank 0, whatever its product; or none
   const int64_t *own;       // (N): the column that is the row itself, which it must not select, or -1; or none
-  float *score;             // (B H, N, K), written
+  float *score, *kept;      // (B H, N, K), written: scores or weights; weights after dropout
   int64_t *chosen;          // (B H, N, K), written
-  int64_t B, H, N, M, D, K, threads;
+  int64_t B, H, N, M, D, E, K, lists, threads;
   float scale;
 } Call;
 
@@ -96,6 +116,8 @@ static int64_t shared(Work *work, const Call *c, int64_t total, int64_t unit, in
 
 INLINE float *group(View x, const Call *c, int64_t g) { return x.data + g / c->H * x.image + g % c->H * x.head; }
 
+INLINE const int64_t *list_of(const Call *c, int64_t g, int64_t n) { return c->index + g * c->lists + n * c->K; }
+
 // Whether a row's list points outside of the columns.
 INLINE int outside(const int64_t *index, int64_t K, int64_t M) {
   int bad = 0;
@@ -106,15 +128,27 @@ INLINE int outside(const int64_t *index, int64_t K, int64_t M) {
 // ---------------------------------------------------------------- scores
 
 // Columns to panels of C vectors of columns (the last one narrower), each panel (D, width): what a tile reads lies side by side.
+// Four channels of four columns at a time are turned in registers; of the last columns, the very last one again.
 static void pack(float *panel, const float *x, int64_t row, int64_t M, int64_t D) {
   for (int64_t j = 0; j < whole(M); j += C * W) {
     int64_t width = least(C * W, whole(M) - j);
-    float *to = panel + j * D;
-    for (int64_t c = 0; c < width; c += 4) {  // four columns at once, the last one again where there are fewer
+    for (int64_t c = 0; c < width; c += 4) {
+      float *to = panel + j * D + c;
       const float *from[4];
       for (int i = 0; i < 4; i++) from[i] = x + least(j + c + i, M - 1) * row;
-      for (int64_t d = 0; d < D; d++)
-        for (int i = 0; i < 4; i++) to[d * width + c + i] = from[i][d];
+      int64_t d = 0;
+      for (; d + 4 <= D; d += 4) {
+        four p = *(const four_at *)(from[0] + d), q = *(const four_at *)(from[1] + d);
+        four r = *(const four_at *)(from[2] + d), s = *(const four_at *)(from[3] + d);
+        four pq = __builtin_shuffle(p, q, (ifour){0, 4, 1, 5}), PQ = __builtin_shuffle(p, q, (ifour){2, 6, 3, 7});
+        four rs = __builtin_shuffle(r, s, (ifour){0, 4, 1, 5}), RS = __builtin_shuffle(r, s, (ifour){2, 6, 3, 7});
+        *(four_at *)(to + d * width) = __builtin_shuffle(pq, rs, (ifour){0, 1, 4, 5});
+        *(four_at *)(to + (d + 1) * width) = __builtin_shuffle(pq, rs, (ifour){2, 3, 6, 7});
+        *(four_at *)(to + (d + 2) * width) = __builtin_shuffle(PQ, RS, (ifour){0, 1, 4, 5});
+        *(four_at *)(to + (d + 3) * width) = __builtin_shuffle(PQ, RS, (ifour){2, 3, 6, 7});
+      }
+      for (; d < D; d++)
+        for (int i = 0; i < 4; i++) to[d * width + i] = from[i][d];
     }
   }
 }
@@ -144,8 +178,9 @@ static void scores(float *s, const float *panel, const float *const *row, int64_
 
 // ---------------------------------------------------------------- the K best of a row
 
-// Floats to whole numbers of the same order, in place (and back: it is its own inverse). Numbers that are none come out above infinity.
-INLINE ivec ordered(ivec bits) { return bits ^ (bits >> 31 & 0x7FFFFFFF); }
+// Floats to whole numbers of the same order (and back: it is its own inverse). Numbers that are none come out above infinity, all below
+// the largest whole number, so that 1 can be added.
+INLINE ivec ordered(ivec bits) { return smaller(bits ^ (bits >> 31 & 0x7FFFFFFF), (ivec){0} + (INT32_MAX - 1)); }
 
 // A key that at least K of the columns reach, and few others. Columns are dealt to whole(K) lanes; the K-th largest of the lanes' maxima
 // is reached by K lanes at least. `lane` has room for whole(K) keys.
@@ -166,22 +201,29 @@ static int32_t bound(const int32_t *key, int64_t ld, int64_t K, int32_t *lane) {
   return largest(reached);
 }
 
-// Columns whose key is at least `least_key`, in their order; how many. No branch hangs on a key: one in six would be guessed wrong.
-static int64_t reaching(const int32_t *key, int64_t ld, int32_t least_key, int32_t *column, uint64_t *word) {
-  int64_t count = 0, words = 0;
-  for (int64_t j = 0; j < ld; j += 32) {  // 32 columns are a word: the first one's number, and a bit for each that reaches it
-    ivec found = {0};
+// The places of the bits of each byte, in their order.
+static int32_t places[256][8];
+__attribute__((constructor)) static void list_places(void) {
+  for (int byte = 0; byte < 256; byte++)
+    for (int bit = 0, count = 0; bit < 8; bit++)
+      if (byte >> bit & 1) places[byte][count++] = bit;
+}
+
+// Columns whose key is at least `least_key`, in their order, filled up to whole vectors with `ld`, where no column is; how many columns.
+// No branch hangs on a key (one in six would be guessed wrong), and a loop ends at a whole vector: its end is guessed right, mostly.
+static int64_t reaching(const int32_t *key, int64_t ld, int32_t least_key, int32_t *column) {
+  int64_t count = 0;
+  for (int64_t j = 0; j < ld; j += 32) {
+    ivec found = {0};  // a bit for each of 32 columns
     for (int64_t i = 0; i < 32 && j + i < ld; i += W) found |= (keys_at(key + j + i) >= least_key) & (1 << (lanes() + (int32_t)i));
     uint32_t bits = any_bit(found);
-    word[words] = (uint64_t)j << 32 | bits;
-    words += bits != 0;
-    count += __builtin_popcount(bits);
+    for (int i = 0; bits && i < 4; i++) {
+      uint32_t byte = bits >> 8 * i & 255;
+      *(eight *)(column + count) = *(const eight *)places[byte] + (int32_t)(j + 8 * i);
+      count += __builtin_popcount(byte);
+    }
   }
-  for (int64_t i = 0, w = 0; i < count; i++) {
-    column[i] = (int32_t)(word[w] >> 32) + __builtin_ctz((uint32_t)word[w]);
-    word[w] &= word[w] - 1;
-    w += (uint32_t)word[w] == 0;
-  }
+  *(ivec_at *)(column + count) = (ivec){0} + (int32_t)ld;
   return count;
 }
 
@@ -198,31 +240,30 @@ static void rank(const int32_t *key, const int32_t *column, int64_t count, int64
     }
     return;
   }
-  for (int64_t i = 0; i < count; i++) x[i] = key[column[i]];
-  for (int64_t i = count; i < whole(count); i++) x[i] = INT32_MIN;
-  for (int64_t i = 0; i < count; i += W) {  // the place of each: how many are larger, or equal and before it
+  int64_t all = whole(count);
+  for (int64_t i = 0; i < all; i++) x[i] = key[column[i]];
+  for (int64_t i = 0; i < all; i += W) {  // the place of each: how many are larger, or equal and before it
     ivec y = keys_at(x + i), me = lanes() + (int32_t)i, place = {0};
-    for (int64_t j = 0; j < count; j++) place -= (x[j] > y) | ((x[j] == y) & ((int32_t)j < me));
-    for (int64_t l = 0; l < least(W, count - i); l++) best[place[l]] = column[i + l], best_key[place[l]] = x[i + l];
+    for (int64_t j = 0; j < all; j++) place -= x[j] - ((int32_t)j < me) > y;  // true is -1: an equal one that is before is larger by 1
+    for (int64_t l = 0; l < W; l++) best[place[l]] = column[i + l], best_key[place[l]] = x[i + l];
   }
 }
 
 static int nearest_rows(const Call *c, int64_t g, int64_t first, int64_t last, float *scratch) {
   int64_t M = c->M, D = c->D, K = c->K, ld = whole(M);
   float *panel = scratch, *s = panel + ld * D;
-  int32_t *x = (int32_t *)(s + R * ld), *column = x + ld, *best = column + ld, *best_key = best + ld, *lane = best_key + ld;
-  uint64_t *word = (uint64_t *)(((uintptr_t)(lane + whole(K)) + 7) & ~(uintptr_t)7);
+  int32_t *key = (int32_t *)(s + R * ld), *x = key + ld + 32, *column = x + ld, *best = column + ld + 32, *best_key = best + ld, *lane = best_key + ld;
   const float *rows = group(c->rows, c, g), *at[R];
   pack(panel, group(c->columns, c, g), c->columns.row, M, D);
+  for (int64_t j = ld; j < ld + 32; j++) key[j] = INT32_MIN;
   for (int64_t n = first; n < last; n += R) {
     for (int r = 0; r < R; r++) at[r] = rows + least(n + r, last - 1) * c->rows.row;
     scores(s, panel, at, M, D);
     for (int64_t r = 0; r < R && n + r < last; r++) {
-      int32_t *key = (int32_t *)(s + r * ld);
-      for (int64_t j = 0; j < ld; j += W) *(ivec_at *)(key + j) = ordered(keys_at(key + j));
+      for (int64_t j = 0; j < ld; j += W) *(ivec_at *)(key + j) = ordered((ivec)load(s + r * ld + j));
       for (int64_t j = M; j < ld; j++) key[j] = INT32_MIN;  // no column; and after all that are
       if (c->own && c->own[n + r] >= 0) key[c->own[n + r]] = (int32_t)0xFF800000 ^ 0x7FFFFFFF;  // minus infinity
-      rank(key, column, reaching(key, ld, bound(key, ld, K, lane), column, word), K, x, best, best_key);
+      rank(key, column, reaching(key, ld, bound(key, ld, K, lane), column), K, x, best, best_key);
       int64_t to = (g * c->N + n + r) * K;
       for (int64_t i = 0; i < K; i++) {
         int32_t bits = best_key[i] ^ (best_key[i] >> 31 & 0x7FFFFFFF);
@@ -256,7 +297,7 @@ static int bag_rows(const Call *c, int64_t g, int64_t first, int64_t last, float
   int64_t D = c->D, K = c->K;
   const float *columns = group(c->columns, c, g);
   for (int64_t n = first; n < last; n++) {
-    const int64_t *index = c->index + (g * c->N + n) * K;
+    const int64_t *index = list_of(c, g, n);
     const float *weight = c->weight + (g * c->N + n) * K;
     float *out = group(c->out, c, g) + n * c->out.row;
     if (outside(index, K, c->M)) return 1;
@@ -276,7 +317,7 @@ static int spread_channels(const Call *c, int64_t g, int64_t first, int64_t last
   (void)scratch;
   int64_t D = c->D, K = c->K;
   for (int64_t n = 0; n < c->N; n++) {
-    const int64_t *index = c->index + (g * c->N + n) * K;
+    const int64_t *index = list_of(c, g, n);
     const float *weight = c->weight + (g * c->N + n) * K, *row = group(c->rows, c, g) + n * c->rows.row;
     if (outside(index, K, c->M)) return 1;
     for (int64_t r = 0; r < K; r++) {
@@ -300,7 +341,7 @@ static int dot_rows(const Call *c, int64_t g, int64_t first, int64_t last, float
   int64_t D = c->D, K = c->K;
   const float *columns = group(c->columns, c, g);
   for (int64_t n = first; n < last; n++) {
-    const int64_t *index = c->index + (g * c->N + n) * K;
+    const int64_t *index = list_of(c, g, n);
     const float *row = group(c->rows, c, g) + n * c->rows.row;
     if (outside(index, K, c->M)) return 1;
     for (int64_t r = 0; r < K; r++) {
@@ -323,7 +364,7 @@ static int factor_channels(const Call *c, int64_t g, int64_t first, int64_t last
   int64_t D = c->D, K = c->K;
   const float *columns = group(c->columns, c, g);
   for (int64_t n = 0; n < c->N; n++) {
-    const int64_t *index = c->index + (g * c->N + n) * K;
+    const int64_t *index = list_of(c, g, n);
     const float *weight = c->weight + (g * c->N + n) * K, *row = group(c->rows, c, g) + n * c->rows.row;
     if (outside(index, K, c->M)) return 1;
     for (int64_t r = 0; r < K; r++) {
@@ -353,45 +394,74 @@ INLINE vec exponential(vec x) {
   return (vec)((none & (ivec)x) | (~none & ~small & (ivec)p));
 }
 
-// score = softmax of scale x weight, over the last of (B H, N, K).
-static int softmax_rows(const Call *c, int64_t g, int64_t first, int64_t last, float *scratch) {
+// score = softmax of scale x score + bias, over the last of (B H, N, K); kept = score after dropout.
+static void softmax_rows(const Call *c, int64_t g, int64_t first, int64_t last, float *x) {
   int64_t K = c->K;
   for (int64_t n = first; n < last; n++) {
-    const float *x = c->weight + (g * c->N + n) * K;
-    float *to = c->score + (g * c->N + n) * K, top = x[0] * c->scale, total = 0;
-    for (int64_t r = 1; r < K; r++) top = x[r] * c->scale > top ? x[r] * c->scale : top;
-    for (int64_t r = 0; r < K; r++) scratch[r] = x[r] * c->scale - top;
-    for (int64_t r = K; r < whole(K); r++) scratch[r] = 0;
-    for (int64_t r = 0; r < K; r += W) store(scratch + r, exponential(load(scratch + r)));
-    for (int64_t r = 0; r < K; r++) total += scratch[r];
-    for (int64_t r = 0; r < K; r++) to[r] = scratch[r] / total;
+    int64_t at = (g * c->N + n) * K;
+    for (int64_t r = 0; r < K; r++) x[r] = c->score[at + r] * c->scale + (c->bias ? c->bias[n * K + r] : 0);
+    if (c->first) x[0] = *c->first;
+    float top = x[0], total = 0;
+    for (int64_t r = 1; r < K; r++) top = x[r] > top ? x[r] : top;
+    for (int64_t r = 0; r < K; r++) x[r] -= top;
+    for (int64_t r = K; r < whole(K); r++) x[r] = 0;
+    for (int64_t r = 0; r < K; r += W) store(x + r, exponential(load(x + r)));
+    for (int64_t r = 0; r < K; r++) total += x[r];
+    for (int64_t r = 0; r < K; r++) c->score[at + r] = x[r] / total;
+    for (int64_t r = 0; c->keep && r < K; r++) c->kept[at + r] = c->score[at + r] * c->keep[at + r];
   }
-  return 0;
 }
 
-// score = scale x weight (factor - sum of factor x weight): of the softmax `weight` and its gradient `factor`, the gradient of what it was
-// taken of. All are (B H, N, K).
-static int softmax_gradient_rows(const Call *c, int64_t g, int64_t first, int64_t last, float *scratch) {
-  (void)scratch;
-  int64_t K = c->K;
-  for (int64_t n = first; n < last; n++) {
-    const float *w = c->weight + (g * c->N + n) * K, *grad = c->factor + (g * c->N + n) * K;
-    float *to = c->score + (g * c->N + n) * K, mean = 0;
-    for (int64_t r = 0; r < K; r++) mean += w[r] * grad[r];
-    for (int64_t r = 0; r < K; r++) to[r] = c->scale * w[r] * (grad[r] - mean);
+// ---------------------------------------------------------------- attention over lists: scores, softmax and sum of a row in one go
+
+// The K nearest columns (or the given list), softmax of their scores, and out = the sum of `values` with these weights.
+static int attend_rows(const Call *c, int64_t g, int64_t first, int64_t last, float *scratch) {
+  Call dots = *c, sums = *c;
+  dots.factor = NULL;  // it belongs to the sums
+  if (c->chosen) {
+    nearest_rows(c, g, first, last, scratch);
+    sums.index = c->chosen, sums.lists = c->N * c->K;
+  } else if (dot_rows(&dots, g, first, last, scratch)) {
+    return 1;
   }
-  return 0;
+  softmax_rows(c, g, first, last, scratch);
+  sums.columns = c->values, sums.D = c->E, sums.weight = c->keep ? c->kept : c->score;
+  return bag_rows(&sums, g, first, last, scratch);
+}
+
+// score = the gradient of the products rows . columns, from `weight` and the gradient of the sums; d_rows from it.
+static int attend_gradient_rows(const Call *c, int64_t g, int64_t first, int64_t last, float *scratch) {
+  Call dots = *c, sums = *c;
+  dots.rows = c->grad, dots.columns = c->values, dots.D = c->E;
+  if (dot_rows(&dots, g, first, last, scratch)) return 1;
+  for (int64_t n = first; n < last; n++) {
+    const float *w = c->weight + (g * c->N + n) * c->K, *keep = c->keep ? c->keep + (g * c->N + n) * c->K : NULL;
+    float *grad = c->score + (g * c->N + n) * c->K, mean = 0;
+    for (int64_t r = 0; keep && r < c->K; r++) grad[r] *= keep[r];
+    for (int64_t r = 0; r < c->K; r++) mean += w[r] * grad[r];
+    for (int64_t r = 0; r < c->K; r++) grad[r] = c->scale * w[r] * (grad[r] - mean);
+    if (c->first) grad[0] = 0;
+  }
+  sums.out = c->d_rows, sums.weight = c->score, sums.factor = NULL;
+  return bag_rows(&sums, g, first, last, scratch);
 }
 
 // ---------------------------------------------------------------- what Python calls: 0, or how many pieces of work failed
 
-int64_t neighbors_nearest(const Call *c) {
+static int64_t room(const Call *c) {  // that selecting takes
   int64_t ld = whole(c->M);
-  return shared(nearest_rows, c, c->N, R, ld * (c->D + R + 4) + whole(c->K) + ld / 16 * 2 + 64);
+  return ld * (c->D + R + 5) + whole(c->K) + 128;
 }
+int64_t neighbors_nearest(const Call *c) { return shared(nearest_rows, c, c->N, R, room(c)); }
 int64_t neighbors_bag(const Call *c) { return shared(bag_rows, c, c->N, 1, 0); }
 int64_t neighbors_pair_dot(const Call *c) { return shared(dot_rows, c, c->N, 1, 0); }
 int64_t neighbors_spread(const Call *c) { return shared(spread_channels, c, c->D, W, 0); }
-int64_t neighbors_softmax(const Call *c) { return shared(softmax_rows, c, c->N, 1, whole(c->K)); }
-int64_t neighbors_softmax_gradient(const Call *c) { return shared(softmax_gradient_rows, c, c->N, 1, 0); }
 int64_t neighbors_factor_gradient(const Call *c) { return shared(factor_channels, c, c->D, W, 0); }
+int64_t neighbors_attend(const Call *c) { return shared(attend_rows, c, c->N, R, c->chosen ? room(c) : whole(c->K)); }
+int64_t neighbors_attend_gradient(const Call *c) {
+  Call keys = *c, values = *c;
+  keys.out = c->d_columns, keys.weight = c->score, keys.factor = NULL;
+  values.rows = c->grad, values.out = c->d_values, values.D = c->E, values.weight = c->keep ? c->kept : c->weight;
+  return shared(attend_gradient_rows, c, c->N, 1, 0) + shared(spread_channels, &keys, c->D, W, 0) +
+         shared(spread_channels, &values, c->E, W, 0);
+}

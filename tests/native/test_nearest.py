@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import native
-from layers import kernels, softmax
+from layers import kernels, lists
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="no C compiler here")
 
@@ -74,28 +75,58 @@ def test_sums_over_neighbors(size: tuple[int, ...]) -> None:
     assert_near(native.factor_gradient(x, y, index, weight), gradient)
 
 
-@pytest.mark.parametrize(("K", "scale"), [(1, 1.0), (9, 0.125), (16, 3.0), (65, 1.0)])
-def test_softmax_of_lists(K: int, scale: float) -> None:
-    x, grad = 5 * random(2, 3, 11, K, seed=0), random(2, 3, 11, K, seed=1)
-    x[0, 0, 0], x[0, 0, 1, 0], x[0, 0, 2, 0] = 3.0, -torch.inf if K > 1 else 0.0, 300.0
-    exact = x.double().requires_grad_()
-    wanted = (exact * scale).softmax(-1)
-    wanted.backward(grad.double())
-    ours = x.clone().requires_grad_()
-    found = softmax.list_softmax(ours, scale)
-    found.backward(grad)
-    torch.testing.assert_close(found.double(), wanted, atol=3e-7, rtol=3e-6)
-    assert exact.grad is not None
-    assert ours.grad is not None
-    torch.testing.assert_close(ours.grad.double(), exact.grad, atol=2e-6, rtol=1e-5)
-    x[0, 0, 3, 0] = torch.nan
-    assert native.softmax(x, scale)[0, 0, 3].isnan().all()
-    small = random(2, 1, 3, K, seed=2).double().requires_grad_()
-    assert torch.autograd.gradgradcheck(lambda t: softmax.list_softmax(t, scale), (small,), fast_mode=True)
+ATTENDED = [size for size in SIZES if size[3] >= size[5]]
+
+
+@pytest.mark.parametrize("kind", ["nearest", "given", "shared, with a bias", "first"])
+@pytest.mark.parametrize("size", ATTENDED, ids=str)
+def test_attention_over_lists(size: tuple[int, ...], kind: str, threads: int) -> None:
+    """Sums, weights and all gradients against float64, with and without dropout and factors; values have a width of their own."""
+    B, H, N, M, D, K = size
+    given = None if kind == "nearest" else random(B, H, N, M, seed=5).argsort(-1)[..., :K]
+    index = given[0, 0] if given is not None and kind == "shared, with a bias" else given
+    bias = random(N, K, seed=6) if kind == "shared, with a bias" else None
+    if bias is not None and K > 1:
+        bias[0, 1] = -torch.inf
+    for dropout, factors in ((False, False), (True, True)):
+        keep = (random(B, H, N, K, seed=7) > 0).float() * 2 if dropout else None
+        ours = [heads(B, H, n, d, s).clone().requires_grad_() for s, (n, d) in enumerate(((N, D), (M, D), (M, D + 3)))]
+        ours += [random(K, D + 3, seed=3).requires_grad_()] if factors else []
+        exact = [t.detach().double().requires_grad_() for t in ours]
+        options: dict[str, Any] = {"index": index, "first": 1.0 if kind == "first" else None}
+        found = lists.attend(ours[0], ours[1], ours[2], K, 0.3, keep=keep, bias=bias, kernel=ours[3] if factors else None, **options)
+        if index is None:  # in float32 two scores may change places
+            options["index"] = found.lists
+            torch.testing.assert_close(found.lists, native.nearest(ours[0], ours[1], K, None)[1])
+        parts = {"keep": keep, "bias": bias, "kernel": exact[3] if factors else None}
+        of_double: dict[str, Any] = {name: t if t is None else t.double() for name, t in parts.items()}
+        wanted = lists.attend(exact[0], exact[1], exact[2], K, 0.3, **of_double, **options)
+        assert_near(found.out, wanted.out)
+        torch.testing.assert_close(found.weight.double(), wanted.weight, atol=2e-6, rtol=2e-5)
+        grad = random(*found.out.shape, seed=8)
+        of_ours, of_exact = torch.autograd.grad(found.out, ours, grad), torch.autograd.grad(wanted.out, exact, grad.double())
+        for one, other in zip(of_ours, of_exact, strict=True):
+            assert_near(one, other)
+
+
+def test_a_gradient_of_the_gradient_is_that_of_the_pieces() -> None:
+    q, k, v = (heads(1, 2, 7, 4, seed).double().requires_grad_() for seed in range(3))
+    assert torch.autograd.gradgradcheck(lambda q, k, v: lists.attend(q, k, v, 3, 0.5).out, (q, k, v), fast_mode=True)
+
+
+def test_what_is_no_number_stays_in_its_row() -> None:
+    q, k, v = (heads(1, 2, 11, 8, seed).clone() for seed in range(3))
+    clean = native.attend(q, k, v, None, 3, 0.5)
+    q[0, 1, 4, 2] = torch.nan
+    found = native.attend(q, k, v, None, 3, 0.5)
+    assert found[2][0, 1, 4].isnan().all()
+    for before, after in zip(clean, found, strict=True):
+        after[0, 1, 4] = before[0, 1, 4]
+        assert torch.equal(before, after)
 
 
 def assert_near(found: Tensor, wanted: Tensor) -> None:
-    scale = float(wanted.abs().max()) + 1
+    scale = float(wanted.detach().abs().max()) + 1
     torch.testing.assert_close(found.double(), wanted, atol=2e-5 * scale, rtol=0)
 
 
@@ -168,7 +199,11 @@ def test_sizes_that_do_not_fit_are_an_error_and_no_read_beyond_the_end() -> None
         lambda: native.pair_dot(x, y[..., :5], index),
         lambda: native.factor_gradient(x, y, index, weight[:, :2]),
         lambda: native.nearest(x, y[:, :2], 3, None),
-        lambda: native.softmax_gradient(weight[..., :3], weight, 1.0),
+        lambda: native.attend(x, y, y[:, :, :6], None, 3, 1.0),
+        lambda: native.attend(x, y, y, index, 4, 1.0, bias=torch.ones(4, 5)),
+        lambda: native.attend(x, y, y, index, 4, 1.0, keep=weight[:1]),
+        lambda: native.attend(x, y, y, index[0, 0], 3, 1.0),
+        lambda: native.attend_gradient(x[..., :7], x, y, y, index, weight, 1.0, False),
     ):
         with pytest.raises(ValueError, match=r" must be \(.*\), got \("):
             call()
@@ -187,8 +222,8 @@ def test_the_operators_announce_what_they_return_of_images_too(depthwise: bool) 
         (kernels.spread, (q, index, weight, M)),
         (kernels.pair_dot, (q, k, index)),
         (kernels.rank_conv, (k, index, weight, kernel)),
-        (softmax.list_softmax, (weight, 0.3)),
-        (softmax.list_softmax_backward, (weight, weight.detach().softmax(-1).requires_grad_(), 0.3)),
+        (lists._attend, (q, k, k, None, K, 0.3, None, None, None, kernel)),
+        (lists._attend, (q, k, k, index, K, 0.3, torch.zeros(N, K), 1.0, torch.ones_like(weight), None)),
     ]:
         torch.library.opcheck(op, inputs, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
 
@@ -199,9 +234,7 @@ def never(*_: Tensor) -> bool:
 
 @pytest.mark.parametrize("depthwise", [True, False])
 @pytest.mark.parametrize(("m", "K"), [(13, 4), (197, 9), (1025, 3)])
-def test_with_and_without_it_outputs_and_gradients_are_the_same(
-    m: int, K: int, depthwise: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_and_without_it_outputs_and_gradients_are_the_same(m: int, K: int, depthwise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     D, E = 20, 6
     found = []
     for there in (True, False):

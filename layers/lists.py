@@ -146,7 +146,7 @@ def _attend_backward(
 
 
 def _native_takes(q: Tensor, k: Tensor, v: Tensor, kernel: Tensor | None) -> bool:
-    return native.takes(q, k, v) and (kernel is None or (kernel.dim() == 2 and native.takes(kernel)))
+    return native.takes(q, k, v) and (kernel is None or native.takes(kernel))
 
 
 @_attend_backward.register_fake

@@ -30,6 +30,7 @@ ALWAYS = ("-std=gnu11", "-O3", "-shared", "-fPIC")
 # The first that the compiler takes. Without OpenMP one thread does all the work.
 OPTIONAL = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ())
 FUNCTIONS = ("nearest", "bag", "pair_dot", "spread", "factor_gradient", "attend", "attend_gradient")
+POINTERS = ("index", "weight", "factor", "matrix", "turned", "panel", "d_matrix", "bias", "keep", "first", "own", "score", "kept", "chosen")
 VIEWS = ("rows", "columns", "out", "values", "grad", "d_rows", "d_columns", "d_values")
 MOST_RANKS = 64  # of a list that is selected here: beyond, sorting whole rows is faster
 SWITCH = "NEIGHBORS_NATIVE"
@@ -45,8 +46,8 @@ class View(ctypes.Structure):
 class Call(ctypes.Structure):
     _fields_ = [
         *((name, View) for name in VIEWS),
-        *((name, ctypes.c_void_p) for name in ("index", "weight", "factor", "bias", "keep", "first", "own", "score", "kept", "chosen")),
-        *((name, ctypes.c_int64) for name in ("B", "H", "N", "M", "D", "E", "K", "lists", "threads")),
+        *((name, ctypes.c_void_p) for name in POINTERS),
+        *((name, ctypes.c_int64) for name in ("B", "H", "N", "M", "D", "E", "F", "K", "lists", "threads")),
         ("scale", ctypes.c_float),
     ]
 
@@ -214,13 +215,14 @@ def attend(
     bias: Tensor | None = None,
     first: float | None = None,
     keep: Tensor | None = None,
-    factor: Tensor | None = None,
+    kernel: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See layers/lists.py: sums (B, H, N, E), the chosen list (empty where it was given), and weights (B, H, N, K)."""
+    """See layers/lists.py: sums (B, H, N, E or F), the chosen list (empty where it was given), and weights (B, H, N, K)."""
     B, H, N, _ = q.shape
-    out, weight = v.new_empty(B, N, H, v.shape[3]).transpose(1, 2), q.new_empty(B, H, N, K)
+    factor, matrix = (kernel, None) if kernel is None or kernel.dim() == 2 else (None, kernel.transpose(0, 1).flatten(1))  # (F, K E)
+    out, weight = v.new_empty(B, N, H, v.shape[3] if matrix is None else len(matrix)).transpose(1, 2), q.new_empty(B, H, N, K)
     chosen = torch.empty((B, H, N, K) if index is None else (0,), dtype=torch.int64)
-    parts: dict[str, Any] = {"index": index, "bias": bias, "keep": keep, "factor": factor, "score": weight}
+    parts: dict[str, Any] = {"index": index, "bias": bias, "keep": keep, "factor": factor, "matrix": matrix, "score": weight}
     parts |= {"chosen": chosen if index is None else None, "first": None if first is None else torch.tensor(first)}
     parts["kept"] = None if keep is None else torch.empty_like(weight)
     call("attend", rows=q, columns=k, values=v, out=out, K=K, scale=scale, **parts)
@@ -237,19 +239,23 @@ def attend_gradient(
     scale: float,
     first: bool,
     keep: Tensor | None = None,
-    factor: Tensor | None = None,
+    kernel: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients in q, k, v and the factor (empty where there is none)."""
+    """Gradients in q, k, v and the kernel (empty where there is none)."""
     d_q, d_k, d_v = torch.empty(q.shape), torch.zeros(k.shape), torch.zeros(v.shape)
     kept = weight if keep is None else weight * keep
-    parts: dict[str, Any] = {"index": index, "weight": weight, "keep": keep, "factor": factor, "first": torch.zeros(()) if first else None}
-    parts |= {"score": torch.empty_like(weight), "kept": kept}
-    call("attend_gradient", rows=q, columns=k, values=v, grad=grad, d_rows=d_q, d_columns=d_k, d_values=d_v, scale=scale, **parts)
-    d_factor = v.new_empty(0) if factor is None else factor_gradient(grad, v, index.expand(weight.shape), kept)
-    return d_q, d_k, d_v, d_factor
+    parts: dict[str, Any] = {"index": index, "weight": weight, "keep": keep, "first": torch.zeros(()) if first else None}
+    parts |= {"score": torch.empty_like(weight), "kept": kept, "d_rows": d_q, "d_columns": d_k, "d_values": d_v}
+    if kernel is None or kernel.dim() == 2:
+        call("attend_gradient", rows=q, columns=k, values=v, grad=grad, factor=kernel, scale=scale, **parts)
+        return d_q, d_k, d_v, v.new_empty(0) if kernel is None else factor_gradient(grad, v, index.expand(weight.shape), kept)
+    K, F, E = kernel.shape
+    parts |= {"matrix": kernel.transpose(1, 2).flatten(0, 1), "turned": grad.transpose(2, 3), "d_matrix": torch.empty(F, K * E)}
+    call("attend_gradient", rows=q, columns=k, values=v, grad=grad, scale=scale, **parts)
+    return d_q, d_k, d_v, parts["d_matrix"].view(F, K, E).transpose(0, 1)
 
 
-WRITTEN = ("out", "d_rows", "d_columns", "d_values", "score", "kept", "chosen")
+WRITTEN = ("out", "d_rows", "d_columns", "d_values", "d_matrix", "score", "kept", "chosen")
 
 
 def call(name: str, *, K: int | None = None, scale: float = 1.0, **parts: Tensor | None) -> None:
@@ -260,9 +266,10 @@ def call(name: str, *, K: int | None = None, scale: float = 1.0, **parts: Tensor
     if "rows" not in there:  # `out` stands for them
         D = of_columns.shape[3]
     E = there["values"].shape[3] if "values" in there else D
+    F = next((there[part].shape[3] for part in ("grad", "out") if part in there and "matrix" in there), E)
     K = K or there["index"].shape[-1]
     lists = N * K if "index" in there and there["index"].dim() == 4 else 0
-    asked = Call(B=B, H=H, N=N, M=M, D=D, E=E, K=K, lists=lists, threads=torch.get_num_threads(), scale=scale)
+    asked = Call(B=B, H=H, N=N, M=M, D=D, E=E, F=F, K=K, lists=lists, threads=torch.get_num_threads(), scale=scale)
     check_sizes(name, asked, there)
     for part, t in there.items():
         setattr(asked, part, View(t.data_ptr(), *t.stride()[:3]) if part in VIEWS else t.data_ptr())
@@ -279,11 +286,12 @@ def readable(part: str, t: Tensor) -> Tensor:
 
 def check_sizes(name: str, asked: Call, parts: dict[str, Tensor]) -> None:
     """The C code believes its sizes: what is too small would be read beyond its end."""
-    B, H, N, M, D, E, K = (getattr(asked, size) for size in ("B", "H", "N", "M", "D", "E", "K"))
-    wanted = {"rows": (B, H, N, D), "columns": (B, H, M, D), "values": (B, H, M, E), "grad": (B, H, N, E), "bias": (N, K), "first": ()}
+    B, H, N, M, D, E, F, K = (getattr(asked, size) for size in ("B", "H", "N", "M", "D", "E", "F", "K"))
+    wanted = {"rows": (B, H, N, D), "columns": (B, H, M, D), "values": (B, H, M, E), "grad": (B, H, N, F), "bias": (N, K), "first": ()}
+    wanted |= {"matrix": (F, K * E) if name == "attend" else (K * E, F), "turned": (B, H, F, N), "d_matrix": (F, K * E)}
     wanted |= {"d_rows": (B, H, N, D), "d_columns": (B, H, M, D), "d_values": (B, H, M, E), "own": (N,), "factor": (K, E)}
     wanted |= dict.fromkeys(("index", "weight", "keep", "score", "kept", "chosen"), (B, H, N, K))
-    wanted["out"] = (B, H, M, D) if name == "spread" else (B, H, N, E)
+    wanted["out"] = (B, H, M, D) if name == "spread" else (B, H, N, F)
     wanted["score"] = (B * H, K, D) if name == "factor_gradient" else (B, H, N, K)
     if asked.lists == 0:
         wanted["index"] = (N, K)

@@ -82,13 +82,16 @@ typedef struct {
   const int64_t *index;     // (B H, N, K): which columns; the same (N, K) for all groups where `lists` is 0
   const float *weight;      // (B H, N, K)
   const float *factor;      // (K, D) for each rank and channel, or none: 1
+  const float *matrix;      // (F, K E), a matrix for each rank, which makes F channels of E; for gradients (K E, F)
+  const float *turned;      // (B H, F, N), the gradient with its channels first
+  float *panel, *d_matrix;  // the matrix packed; its gradient (F, K E)
   const float *bias;        // (N, K), added to scaled scores; or none
   const float *keep;        // (B H, N, K): what dropout multiplies weights by; or none
   const float *first;       // the scaled score of rank 0, whatever its product; or none
   const int64_t *own;       // (N): the column that is the row itself, which it must not select, or -1; or none
   float *score, *kept;      // (B H, N, K), written: scores or weights; weights after dropout
   int64_t *chosen;          // (B H, N, K), written
-  int64_t B, H, N, M, D, E, K, lists, threads;
+  int64_t B, H, N, M, D, E, F, K, lists, threads;
   float scale;
 } Call;
 
@@ -96,8 +99,8 @@ typedef int Work(const Call *, int64_t group, int64_t first, int64_t last, float
 
 // Calls `work` for each group and for `total` rows (or channels), in pieces that depend on nothing but sizes. A thread takes whole images
 // where there are enough of them: heads of one image share lines of the cache. Where groups are few, each is cut in parts of `unit`s.
-static int64_t shared(Work *work, const Call *c, int64_t total, int64_t unit, int64_t scratch) {
-  int64_t groups = c->B * c->H, together = c->B >= c->threads ? c->H : 1, units = (total + unit - 1) / unit;
+static int64_t shared_by(Work *work, const Call *c, int64_t groups, int64_t together, int64_t total, int64_t unit, int64_t scratch) {
+  int64_t units = (total + unit - 1) / unit;
   int64_t parts = least(groups >= c->threads ? 1 : (c->threads + groups - 1) / groups, units), pieces = groups / together * parts;
   int64_t wrong = 0;
 #pragma omp parallel num_threads(c->threads) if (c->threads > 1) reduction(+ : wrong)
@@ -112,6 +115,10 @@ static int64_t shared(Work *work, const Call *c, int64_t total, int64_t unit, in
     free(own);
   }
   return wrong;
+}
+
+static int64_t shared(Work *work, const Call *c, int64_t total, int64_t unit, int64_t scratch) {
+  return shared_by(work, c, c->B * c->H, c->B >= c->threads ? c->H : 1, total, unit, scratch);
 }
 
 INLINE float *group(View x, const Call *c, int64_t g) { return x.data + g / c->H * x.image + g % c->H * x.head; }
@@ -412,6 +419,96 @@ static void softmax_rows(const Call *c, int64_t g, int64_t first, int64_t last, 
   }
 }
 
+// ---------------------------------------------------------------- a matrix for each rank
+
+// to = weight x from, E numbers.
+INLINE void scaled(float *to, const float *from, float weight, int64_t E) {
+  int64_t e = 0;
+  for (; e + W <= E; e += W) store(to + e, load(from + e) * weight);
+  for (; e < E; e++) to[e] = from[e] * weight;
+}
+
+// out[n] = sum over r of matrix[r] (weight[n, r] values[index[n, r]]): the neighbors of R rows side by side, times the packed matrix.
+static int conv_rows(const Call *c, int64_t g, int64_t first, int64_t last, float *scratch) {
+  int64_t E = c->E, K = c->K, F = c->F;
+  float *laid = scratch, *s = laid + R * K * E;
+  const float *values = group(c->values, c, g), *at[R];
+  for (int64_t n = first; n < last; n += R) {
+    for (int64_t r = 0; r < R; r++) {
+      int64_t m = least(n + r, last - 1);
+      const int64_t *index = list_of(c, g, m);
+      if (outside(index, K, c->M)) return 1;
+      at[r] = laid + r * K * E;
+      for (int64_t k = 0; k < K; k++) scaled(laid + (r * K + k) * E, values + index[k] * c->values.row, c->weight[(g * c->N + m) * K + k], E);
+    }
+    scores(s, c->panel, at, F, K * E);
+    for (int64_t r = 0; r < R && n + r < last; r++)
+      __builtin_memcpy(group(c->out, c, g) + (n + r) * c->out.row, s + r * whole(F), F * sizeof(float));
+  }
+  return 0;
+}
+
+// Of a whole group: score[n, r] = the gradient of weight[n, r], and that of the values.
+static int conv_gradient(const Call *c, int64_t g, float *s) {
+  int64_t E = c->E, K = c->K, ld = whole(K * E);
+  const float *values = group(c->values, c, g), *at[R];
+  float *d_values = group(c->d_values, c, g);
+  for (int64_t n = 0; n < c->N; n += R) {
+    for (int64_t r = 0; r < R; r++) at[r] = group(c->grad, c, g) + least(n + r, c->N - 1) * c->grad.row;
+    scores(s, c->panel, at, K * E, c->F);  // the gradients of R rows' neighbors side by side
+    for (int64_t r = 0; r < R && n + r < c->N; r++) {
+      const int64_t *index = list_of(c, g, n + r), list = (g * c->N + n + r) * K;
+      if (outside(index, K, c->M)) return 1;
+      for (int64_t k = 0; k < K; k++) {
+        const float *x = s + r * ld + k * E, *from = values + index[k] * c->values.row;
+        float *to = d_values + index[k] * c->d_values.row, weight = c->kept[list + k], rest = 0;
+        vec total = {0};
+        int64_t e = 0;
+        for (; e + W <= E; e += W) {
+          total += load(x + e) * load(from + e);
+          store(to + e, load(to + e) + weight * load(x + e));
+        }
+        for (; e < E; e++) rest += x[e] * from[e], to[e] += weight * x[e];
+        c->score[list + k] = sum(total) + rest;
+      }
+    }
+  }
+  return 0;
+}
+
+// d_matrix[f, j] = sum over all rows n of all groups of grad[n, f] (weight values)[n, j], for channels j of laid-out neighbors from first
+// to last: C vectors of them at a time, over all groups in their order.
+static int matrix_gradient(const Call *c, int64_t none, int64_t first, int64_t last, float *scratch) {
+  (void)none;
+  int64_t N = c->N, E = c->E, K = c->K, F = c->F;
+  for (int64_t j = first; j < last; j += C * W) {
+    int64_t width = least(C * W, last - j);
+    float *total = scratch, *panel = total + F * width, *s = panel + N * width;
+    for (int64_t i = 0; i < F * width; i++) total[i] = 0;
+    for (int64_t g = 0; g < c->B * c->H; g++) {
+      const float *values = group(c->values, c, g), *at[R];
+      for (int64_t n = 0; n < N; n++) {
+        const int64_t *index = list_of(c, g, n);
+        const float *weight = c->kept + (g * N + n) * K;
+        for (int64_t i = 0, step; i < width; i += step) {  // up to the end of a neighbor's channels; zeros after the last one's
+          int64_t k = (j + i) / E, e = (j + i) % E;
+          step = least(k < K ? E - e : width, width - i);
+          if (k < K) scaled(panel + n * width + i, values + index[k] * c->values.row + e, weight[k], step);
+          else for (int64_t l = 0; l < step; l++) panel[n * width + i + l] = 0;
+        }
+      }
+      for (int64_t f = 0; f < F; f += R) {
+        for (int64_t r = 0; r < R; r++) at[r] = c->turned + (g * F + least(f + r, F - 1)) * N;
+        scores(s, panel, at, width, N);
+        for (int64_t i = 0; i < least(R, F - f) * width; i++) total[f * width + i] += s[i];
+      }
+    }
+    for (int64_t f = 0; f < F; f++)
+      for (int64_t i = 0; i < least(width, K * E - j); i++) c->d_matrix[f * K * E + j + i] = total[f * width + i];
+  }
+  return 0;
+}
+
 // ---------------------------------------------------------------- attention over lists: scores, softmax and sum of a row in one go
 
 // The K nearest columns (or the given list), softmax of their scores, and out = the sum of `values` with these weights.
@@ -426,14 +523,14 @@ static int attend_rows(const Call *c, int64_t g, int64_t first, int64_t last, fl
   }
   softmax_rows(c, g, first, last, scratch);
   sums.columns = c->values, sums.D = c->E, sums.weight = c->keep ? c->kept : c->score;
-  return bag_rows(&sums, g, first, last, scratch);
+  return c->matrix ? conv_rows(&sums, g, first, last, scratch) : bag_rows(&sums, g, first, last, scratch);
 }
 
 // score = the gradient of the products rows . columns, from `weight` and the gradient of the sums; d_rows from it.
 static int attend_gradient_rows(const Call *c, int64_t g, int64_t first, int64_t last, float *scratch) {
   Call dots = *c, sums = *c;
   dots.rows = c->grad, dots.columns = c->values, dots.D = c->E;
-  if (dot_rows(&dots, g, first, last, scratch)) return 1;
+  if (c->matrix ? conv_gradient(c, g, scratch) : dot_rows(&dots, g, first, last, scratch)) return 1;
   for (int64_t n = first; n < last; n++) {
     const float *w = c->weight + (g * c->N + n) * c->K, *keep = c->keep ? c->keep + (g * c->N + n) * c->K : NULL;
     float *grad = c->score + (g * c->N + n) * c->K, mean = 0;
@@ -448,6 +545,11 @@ static int attend_gradient_rows(const Call *c, int64_t g, int64_t first, int64_t
 
 // ---------------------------------------------------------------- what Python calls: 0, or how many pieces of work failed
 
+static float *packed(const float *matrix, int64_t rows, int64_t width) {
+  float *panel = malloc(whole(rows) * width * sizeof(float));
+  if (panel) pack(panel, matrix, width, rows, width);
+  return panel;
+}
 static int64_t room(const Call *c) {  // that selecting takes
   int64_t ld = whole(c->M);
   return ld * (c->D + R + 5) + whole(c->K) + 128;
@@ -457,11 +559,25 @@ int64_t neighbors_bag(const Call *c) { return shared(bag_rows, c, c->N, 1, 0); }
 int64_t neighbors_pair_dot(const Call *c) { return shared(dot_rows, c, c->N, 1, 0); }
 int64_t neighbors_spread(const Call *c) { return shared(spread_channels, c, c->D, W, 0); }
 int64_t neighbors_factor_gradient(const Call *c) { return shared(factor_channels, c, c->D, W, 0); }
-int64_t neighbors_attend(const Call *c) { return shared(attend_rows, c, c->N, R, c->chosen ? room(c) : whole(c->K)); }
+int64_t neighbors_attend(const Call *c) {
+  Call with = *c;
+  int64_t selecting = c->chosen ? room(c) : whole(c->K), laid = R * (c->K * c->E + whole(c->F));
+  if (c->matrix && !(with.panel = packed(c->matrix, c->F, c->K * c->E))) return 1;
+  int64_t wrong = shared(attend_rows, &with, c->N, R, c->matrix && laid > selecting ? laid : selecting);
+  if (c->matrix) free(with.panel);
+  return wrong;
+}
 int64_t neighbors_attend_gradient(const Call *c) {
-  Call keys = *c, values = *c;
+  Call keys = *c, values = *c, with = *c;
   keys.out = c->d_columns, keys.weight = c->score, keys.factor = NULL;
-  values.rows = c->grad, values.out = c->d_values, values.D = c->E, values.weight = c->keep ? c->kept : c->weight;
-  return shared(attend_gradient_rows, c, c->N, 1, 0) + shared(spread_channels, &keys, c->D, W, 0) +
-         shared(spread_channels, &values, c->E, W, 0);
+  if (!c->matrix) {
+    values.rows = c->grad, values.out = c->d_values, values.D = c->E, values.weight = c->kept;
+    return shared(attend_gradient_rows, c, c->N, 1, 0) + shared(spread_channels, &keys, c->D, W, 0) +
+           shared(spread_channels, &values, c->E, W, 0);
+  }
+  int64_t width = whole(c->K * c->E);
+  if (!(with.panel = packed(c->matrix, c->K * c->E, c->F))) return 1;
+  int64_t wrong = shared(attend_gradient_rows, &with, c->N, c->N, R * width) + shared(spread_channels, &keys, c->D, W, 0);
+  free(with.panel);
+  return wrong ? wrong : shared_by(matrix_gradient, c, 1, 1, width, C * W, (c->F + c->N + R) * C * W);
 }

@@ -88,10 +88,10 @@ def test_attention_over_lists(size: tuple[int, ...], kind: str, threads: int) ->
     bias = random(N, K, seed=6) if kind == "shared, with a bias" else None
     if bias is not None and K > 1:
         bias[0, 1] = -torch.inf
-    for dropout, factors in ((False, False), (True, True)):
+    for dropout, factors in ((False, ()), (True, (D + 3,)), (True, (5, D + 3))):
         keep = (random(B, H, N, K, seed=7) > 0).float() * 2 if dropout else None
         ours = [heads(B, H, n, d, s).clone().requires_grad_() for s, (n, d) in enumerate(((N, D), (M, D), (M, D + 3)))]
-        ours += [random(K, D + 3, seed=3).requires_grad_()] if factors else []
+        ours += [random(K, *factors, seed=3).requires_grad_()] if factors else []
         exact = [t.detach().double().requires_grad_() for t in ours]
         options: dict[str, Any] = {"index": index, "first": 1.0 if kind == "first" else None}
         found = lists.attend(ours[0], ours[1], ours[2], K, 0.3, keep=keep, bias=bias, kernel=ours[3] if factors else None, **options)

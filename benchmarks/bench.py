@@ -117,5 +117,6 @@ def write(folder: Path, what: str, facts: dict[str, Any], tables: Sequence[str],
     stem = f"{what}-quick" if facts["quick"] else what
     page, picture = folder / f"{stem}.md", folder / f"{stem}.png"
     page.write_text("\n\n".join([machine.sentence(facts).replace("\n", "  \n"), *tables]) + "\n")
-    title = f"{facts['gpu'] or facts['processor']}, {facts['threads']} threads, {facts['clock']} clock, torch {facts['versions']['torch']}"
+    clock = "CPU time" if facts["clock"] == "cpu" else "wall clock"
+    title = f"{facts['gpu'] or facts['processor']}, {machine.threads_of(facts)}, {clock}, torch {facts['versions']['torch']}"
     return [folder / f"{stem}.json", page, *([picture] if draw(lines, picture, title) else [])]

@@ -42,9 +42,12 @@ def groups(ask: Ask, sizes: Sizes | None = None) -> Iterator[Group]:
     for title, (name, given) in sizes.settings.items():
         prepared = Prepared(name, sizes.batches, ask.device, **given)
         sides = {"bare loop": prepared.bare_loop(), "our loop": prepared.our_loop()}
-        rows = sum(map(len, prepared.batches))
+        rows, training = sum(map(len, prepared.batches)), prepared.config.training
+        extras = {"MixUp": training.mixup_alpha, "an average of the weights": training.ema_decay}
+        notes = {"our loop": f"with {' and '.join(extra for extra, value in extras.items() if value)}"} if any(extras.values()) else {}
         setting = f"{title}, {rows} rows in {len(prepared.batches)} batches"
-        yield Group(PART, setting, ("steps",), ("bare loop",), sides, ask.effort(sizes.rounds, sizes.seconds), ask.device, {"rows": rows})
+        effort = ask.effort(sizes.rounds, sizes.seconds)
+        yield Group(PART, setting, ("steps",), ("bare loop",), sides, effort, ask.device, {"rows": rows}, notes=notes)
 
 
 class Prepared:

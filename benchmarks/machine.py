@@ -67,6 +67,10 @@ def version_of(package: str) -> str | None:
         return None
 
 
+def threads_of(facts: dict[str, Any]) -> str:
+    return f"{facts['threads']} thread{'s' if facts['threads'] > 1 else ''}"
+
+
 def sentence(facts: dict[str, Any]) -> str:
     """The machine in two lines."""
     busy = " to ".join(f"{facts[name]:.1f}" for name in ("load_before", "load_after") if facts.get(name) is not None) or "unknown"
@@ -76,4 +80,4 @@ def sentence(facts: dict[str, Any]) -> str:
     native_code = "with compiled kernels" if facts["compiled_kernels"] else "without compiled kernels"
     code = f", commit {facts['code']['commit'][:7]}{' (changed)' if facts['code']['changed'] else ''}" if facts["code"] else ""
     packages = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    return f"{where}; {facts['threads']} threads, {clock}, {native_code}{environment}\n{facts['date']}{code}; {packages}"
+    return f"{where}; {threads_of(facts)}, {clock}, {native_code}{environment}\n{facts['date']}{code}; {packages}"

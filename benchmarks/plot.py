@@ -48,13 +48,20 @@ def draw(lines: Sequence[Line], path: Path, title: str) -> bool:
         axes.minorticks_off()
         axes.grid(color="0.9")
         axes.spines[["top", "right"]].set_visible(False)
-    seen = [x.ratio.median for x in drawn if x.name in (*ours, *rivals)]
-    marks = [mark for mark in (0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5) if 0.9 * min(seen) <= mark <= 1.1 * max(seen)]
-    ratio.set_yticks(marks, [f"{mark:g}" for mark in marks])
+        marked(axes)
     figure.legend(loc="outside right center", frameon=False, fontsize=8)
     figure.suptitle(title, fontsize=9, color="0.3")
     figure.savefig(path, dpi=150)
     return True
+
+
+def marked(axes: Any) -> None:
+    """Numbers on a logarithmic axis: powers of ten alone would leave most of ours without one."""
+    low, high = axes.get_ylim()
+    steps = (1, 2, 5) if high / low > 30 else (1, 1.5, 2, 3, 5, 7)
+    marks = [step * 10.0**power for power in range(-4, 6) for step in steps]
+    seen = [mark for mark in marks if low <= mark <= high]
+    axes.set_yticks(seen, [f"{mark:g}" for mark in seen])
 
 
 def styles(ours: Sequence[str], rivals: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -178,7 +178,7 @@ def test_the_command_writes_what_it_found(tmp_path: Path, capsys: pytest.Capture
     words = ["bench", "data", "--quick", "--rounds", "1", "--threads", "1", "--clock", "cpu", "--device", "cpu"]
     assert main([*words, "--json", str(tmp_path / "own.json"), "--output_dir", str(tmp_path / "results")]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"1 threads, CPU time of the process", shown)
+    assert re.search(r"1 thread, CPU time of the process", shown)
     assert sorted(path.name for path in (tmp_path / "results").iterdir()) == ["data-quick.json", "data-quick.md"]
     found = json.loads((tmp_path / "own.json").read_text())
     assert json.loads((tmp_path / "results" / "data-quick.json").read_text()) == found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -186,6 +187,22 @@ def test_the_command_writes_what_it_found(tmp_path: Path, capsys: pytest.Capture
     assert found["about"]["versions"]["torch"] == torch.__version__.partition("+")[0]
     tables = (tmp_path / "results" / "data-quick.md").read_text()
     assert all(line in shown.splitlines() for line in tables.splitlines() if line.startswith("|"))
+
+
+@pytest.mark.usefixtures("without_a_stopwatch")
+def test_a_bank_of_a_trained_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its embeddings, as many as it has training rows; a run without a bank is refused."""
+    short = [*FAKE, "--num_epochs", "1", "--val_fraction", "0", "--calibrate", "none"]
+    assert main([*short, "--head", "knn", "--k_train", "5", "--output_dir", str(tmp_path / "run")]) == 0
+    x, labels = bank.of_run(str(tmp_path / "run"))
+    assert (len(x), len(labels)) == (60, 60)
+    assert torch.allclose(x.norm(dim=1), torch.ones(60), atol=1e-5)
+    ask = dataclasses.replace(ASK, checkpoint=str(tmp_path / "run"))
+    (group, *_) = bank.groups(ask, bank.Sizes(300, (8,), kinds=False, queries=16))
+    assert group.setting.startswith("60 embeddings of a trained run")
+    assert main([*short, "--no-baselines", "--output_dir", str(tmp_path / "bare")]) == 0
+    assert main(["bench", "bank", "--checkpoint", str(tmp_path / "bare")]) == 2
+    assert "--checkpoint must be of a run with a bank" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def group(ask: Ask, sizes: Sizes, tokens: int, dtype: str, mode: str) -> Group:
     sides: dict[str, Side] = {}
     for name, layer in made.items():
         sides[name] = side(layer, x, dtype, mode)
-        if full and native.available() and ask.device.type == "cpu" and name in MAIN[1:6]:
+        if full and native.available() and ask.device.type == "cpu" and name in MAIN[1:]:
             sides[name + WITHOUT] = without_native(sides[name])
     absent = {}
     if mode == "eager":

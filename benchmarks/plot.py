@@ -44,7 +44,7 @@ def draw(lines: Sequence[Line], path: Path, title: str) -> bool:
     time.set(xscale="log", yscale="log", xlabel="tokens", ylabel="ms an image, forward + backward", title="time")
     ratio.set(xscale="log", yscale="log", xlabel="tokens", ylabel="time over that of dense attention", title="ratio, with quartiles")
     for axes in (time, ratio):
-        axes.set_xticks(tokens, [f"{n:,}" for n in tokens])
+        axes.set_xticks(tokens, [str(n) for n in tokens], rotation=45, fontsize=8)
         axes.minorticks_off()
         axes.grid(color="0.9")
         axes.spines[["top", "right"]].set_visible(False)

@@ -33,7 +33,7 @@ class Sizes:
 
 
 DIGITS: dict[str, tuple[str, dict[str, Any]]] = {"the default run on digits": ("digits", {})}
-FULL = Sizes(DIGITS | {"ViT-Tiny at 224": ("fake(train=200, test=10, size=32)", {**TINY, "batch_size": 16})}, 8)
+FULL = Sizes(DIGITS | {"ViT-Tiny at 224": ("fake(train=200, test=10, size=32)", {**TINY, "batch_size": 8})}, 4)
 QUICK = Sizes(DIGITS, 8)
 
 

@@ -54,7 +54,7 @@ def attention_map(layer: Any, q: Tensor, k: Tensor) -> Tensor:
 
 def _dense(index: Tensor, weight: Tensor, tokens: int) -> Tensor:
     """Lists of neighbors and their weights, both (B, H, N, K), as a matrix (B, H, N, N)."""
-    return weight.new_zeros(*index.shape[:3], tokens).scatter_add(-1, index, weight)
+    return weight.new_zeros(*index.shape[:3], tokens).scatter_add(-1, index.long(), weight)
 
 
 def from_one_hot_values(mix: Mix, q: Tensor, k: Tensor) -> Tensor:

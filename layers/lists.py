@@ -15,11 +15,12 @@ from torch.utils.flop_counter import register_flop_formula
 
 import native
 from layers import kernels
+from layers.functional import say_once
 
 
 class Attended(NamedTuple):
     out: Tensor  # (B, H, N, E)
-    lists: Tensor  # (B, H, N, K), columns
+    lists: Tensor  # (B, H, N, K), columns: int64, or int32 as a GPU kernel chose them
     weight: Tensor  # (B, H, N, K), before dropout
 
 
@@ -95,21 +96,38 @@ def _attend(
     keep: Tensor | None,
     kernel: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out, the list that was chosen (empty where it was given), weights."""
+    """out, the list that was chosen (int32 where Triton chose it; empty where it was given), weights."""
+    if in_one_kernel(q, k, v, index, K, bias, first, keep, kernel):
+        from layers import triton_topk
+
+        return triton_topk.attend(q, k, v, K, scale)
     if (index is not None or K <= native.MOST_RANKS) and _native_takes(q, k, v, kernel):
         return native.attend(q, k, v, index, K, scale, bias, first, keep, kernel)
     out, chosen, weight = composed(q, k, v, index, K, scale, bias, first, keep, kernel)
     return out, chosen if index is None else index.new_empty(0), weight
 
 
+def in_one_kernel(q: Tensor, k: Tensor, v: Tensor, index: Tensor | None, K: int, *options: Any) -> bool:
+    """Whether Triton computes this on a GPU: plain attention over the K nearest, without a bias, dropout or a convolution over ranks."""
+    if not q.is_cuda or index is not None or any(option is not None for option in options):
+        return False
+    try:
+        from layers import triton_topk
+    except ImportError:
+        say_once("kernels: torch (Triton is not installed; with it, hard top-K attention moves less memory)")
+        return False
+    return triton_topk.takes(q, k, v, K)
+
+
 @_attend.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, index: Tensor | None, K: int, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    b, h, n, _ = q.shape
+def _(q: Tensor, k: Tensor, v: Tensor, index: Tensor | None, K: int, _: float, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    b, h, n, _d = q.shape
     kernel = rest[-1]
     width = v.shape[3] if kernel is None or kernel.dim() == 2 else kernel.shape[1]
     out = v.new_empty(b, n, h, width).transpose(1, 2)
     chosen = (b, h, n, K) if index is None else (0,)
-    return out, q.new_empty(chosen, dtype=torch.int64), q.new_empty(b, h, n, K)
+    kind = torch.int32 if in_one_kernel(q, k, v, index, K, *rest) else torch.int64
+    return out, q.new_empty(chosen, dtype=kind), q.new_empty(b, h, n, K)
 
 
 @torch.library.custom_op(
@@ -133,7 +151,7 @@ def _attend_backward(
     """Gradients in q, k, v and the kernel (empty where there is none)."""
     if _native_takes(q, k, v, kernel):
         return native.attend_gradient(grad, q, k, v, index, weight, scale, first, keep, kernel)
-    index, kept, columns = _of_all(index, q), weight if keep is None else weight * keep, k.shape[2]
+    index, kept, columns = _of_all(index, q).long(), weight if keep is None else weight * keep, k.shape[2]
     if kernel is None:
         d_v, d_kept, d_kernel = kernels.spread(grad, index, kept, columns), kernels.pair_dot(grad, v, index), v.new_empty(0)
     else:

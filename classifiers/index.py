@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import native
 from classifiers.factory import check_factory
 from utils import BadOption, did_you_mean, say, shortened
 
@@ -26,6 +27,7 @@ MISSING = -1  # index of a neighbor that does not exist
 AUTO_FLAT = 60 * 20_000_000_000 // 10_000  # rows x (dimensions + 32)
 SMALLEST_INDEX = 256  # rows, below which the named approximate kinds look at every row
 ENOUGH = 39  # rows for a centroid: FAISS warns below that
+FEW_QUERIES = 4  # for each thread: for fewer, laying out the rows as the C code reads them takes longer than FAISS's search
 BLOCK = 1 << 18  # numbers in a temporary of the ranking: they stay in the cache
 SCORES = 1 << 21  # numbers in a temporary of a scan in float64: 16 MB
 ROUNDING, ROUNDING_64 = 2.0**-24, 2.0**-53  # of float32 and float64
@@ -107,7 +109,8 @@ def gathered(blocks: Iterable[tuple[Any, Any]], ids: Tensor, dim: int) -> Tensor
 
 
 def blocks(count: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(count, start + size)) for start in range(0, count, max(1, size)))
+    size = max(1, size)
+    return (slice(start, min(count, start + size)) for start in range(0, count, size))
 
 
 def some_of(values: Tensor, rows: Tensor) -> Tensor:
@@ -255,15 +258,22 @@ def pointers(*tensors: Tensor) -> list[Any]:
 
 
 def scan(queries: Tensor, rows: Tensor, lengths: Tensor, count: int, inner: bool) -> tuple[Tensor, Tensor]:
-    """FAISS's scores and slots (B, count) of the nearest rows, by looking at every row."""
-    faiss = load_faiss()
+    """Scores, inner products or squared distances, and slots (B, count) of the nearest rows, by looking at every row in float32.
+
+    In C (native/nearest.c) where that is faster, else by FAISS. Either way a product of two rows is a sum of `dim` rounded terms, and what
+    is made of it is rounded once or twice more; `Bank._exact` counts on no more.
+    """
+    faiss = load_faiss()  # first: it makes what runs on several threads safe to fork
+    if count <= native.MOST_KEPT and len(queries) >= FEW_QUERIES * torch.get_num_threads() and native.takes(queries, rows):
+        product, slots = native.scan(queries, rows, None if inner else lengths / -2, count)  # q x - |x|^2 / 2
+        return (product if inner else squared_lengths(queries).double()[:, None] - 2 * product.double()), slots
     if inner:
-        score, slots = faiss.knn(queries.numpy(), rows.numpy(), count, faiss.METRIC_INNER_PRODUCT)
-        return torch.from_numpy(score), torch.from_numpy(slots)
+        score, nearest = faiss.knn(queries.numpy(), rows.numpy(), count, faiss.METRIC_INNER_PRODUCT)
+        return torch.from_numpy(score), torch.from_numpy(nearest)
     # Not `faiss.knn`: that computes the squared lengths of all rows in each call.
     found = torch.empty(len(queries), count), torch.empty(len(queries), count, dtype=torch.long)
-    x, y, known, score, slots = pointers(queries, rows, lengths, *found)
-    faiss.knn_L2sqr(x, y, rows.shape[1], len(queries), len(rows), count, score, slots, known, None)
+    x, y, known, score, nearest = pointers(queries, rows, lengths, *found)
+    faiss.knn_L2sqr(x, y, rows.shape[1], len(queries), len(rows), count, score, nearest, known, None)
     return found
 
 

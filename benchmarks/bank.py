@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from classifiers.bank import Bank, Neighbors
-from classifiers.index import load_faiss
+from classifiers.faiss_library import load_faiss
 from inputs.memory import keep_memory
 
 DIM, K, CLASSES, QUERIES, THREADS, HEADS = 256, 16, 10, 512, 2, 4

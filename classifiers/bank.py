@@ -18,22 +18,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from classifiers.approximate import Proposer, check_kind, most_flat, recipe
 from classifiers.index import (
     BLOCK,
     MISSING,
     ROUNDING,
     ROUNDING_64,
     Neighbors,
-    Proposer,
     blocks,
-    check_kind,
     checked_rows,
     gathered,
     integers,
     kept,
-    most_flat,
     rank,
-    recipe,
     scan,
     scan_in_float64,
     slots_of,

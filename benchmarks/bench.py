@@ -96,7 +96,7 @@ def ask_of(typed: Typed) -> Ask:
 
 
 def prepare(ask: Ask) -> None:
-    from classifiers.index import load_faiss
+    from classifiers.faiss_library import load_faiss
 
     torch.set_num_threads(ask.threads)
     load_faiss().omp_set_num_threads(ask.threads)

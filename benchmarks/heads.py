@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.bank import CLASSES, K, clustered
 from benchmarks.timing import Ask, Group, Side, Watch
 from classifiers import HEADS, Bank
-from classifiers.index import load_faiss
+from classifiers.faiss_library import load_faiss
 
 PART, LINEAR, FAISS, SKLEARN = "heads", "linear", "FAISS alone: the search", "scikit-learn KNeighborsClassifier"
 

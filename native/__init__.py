@@ -1,7 +1,7 @@
 """nearest.c: compiled at its first use with the machine's C compiler, kept in the user's cache, called by ctypes.
 
-Everything that the C code does, layers/kernels.py can do without it. `available()` says whether it is there; where it is not, one line
-tells why. NEIGHBORS_NATIVE=0 does without it by hand.
+Everything that the C code does, layers/kernels.py and classifiers/index.py can do without it. `available()` says whether it is there;
+where it is not, one line tells why. NEIGHBORS_NATIVE=0 does without it by hand.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ COMPILERS = ("cc", "gcc", "clang")
 ALWAYS = ("-std=gnu11", "-O3", "-shared", "-fPIC")
 # The first that the compiler takes. Without OpenMP one thread does all the work.
 OPTIONAL = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ())
-FUNCTIONS = ("nearest", "bag", "pair_dot", "spread", "factor_gradient", "attend", "attend_gradient")
+FUNCTIONS = ("nearest", "scan", "bag", "pair_dot", "spread", "factor_gradient", "attend", "attend_gradient")
 POINTERS = ("index", "weight", "factor", "matrix", "turned", "panel", "d_matrix", "bias", "keep", "first", "own", "score", "kept", "chosen")
 VIEWS = ("rows", "columns", "out", "values", "grad", "d_rows", "d_columns", "d_values")
 MOST_RANKS = 64  # of a list that is selected here: beyond, sorting whole rows is faster
+MOST_KEPT = 256  # rows for each query of a scan: beyond, inserting one after the other takes longer than FAISS's heap
 SWITCH = "NEIGHBORS_NATIVE"
 _lock = threading.Lock()
 
@@ -80,7 +81,7 @@ def built() -> Path:
         raise Unbuilt(f"{SWITCH}=0")
     compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
-        raise Unbuilt("no C compiler found; with one, hard top-K attention is faster")
+        raise Unbuilt("no C compiler found; with one, hard top-K attention and exact search of a bank are faster")
     known = "\n".join([SOURCE.read_text(), *ALWAYS, repr(OPTIONAL), compiler, version_of(compiler), processor()])
     folder = private_folder()
     path = folder / f"nearest-{hashlib.sha256(known.encode()).hexdigest()[:20]}.so"
@@ -172,6 +173,15 @@ def nearest(q: Tensor, k: Tensor, K: int, own: Tensor | None) -> tuple[Tensor, T
         column = torch.full((N,), -1).index_put((own[here],), torch.arange(M)[here])
     call("nearest", rows=q, columns=k, K=K, score=score, chosen=index, own=column)
     return score, index
+
+
+def scan(queries: Tensor, rows: Tensor, more: Tensor | None, K: int) -> tuple[Tensor, Tensor]:
+    """The K largest of queries (Q, D) . rows (M, D) + more (M,): scores and index (Q, K), best first, equals by row; -1 for none."""
+    if not 1 <= K <= len(rows):
+        raise ValueError(f"scan: K must be from 1 to the number of rows ({len(rows)}), got {K}")
+    score, index = torch.empty(1, 1, len(queries), K), torch.empty(1, 1, len(queries), K, dtype=torch.int64)
+    call("scan", rows=queries[None, None], columns=rows[None, None], K=K, score=score, chosen=index, factor=more)
+    return score[0, 0], index[0, 0]
 
 
 def bag(v: Tensor, index: Tensor, weight: Tensor, factor: Tensor | None = None) -> Tensor:
@@ -295,6 +305,8 @@ def check_sizes(name: str, asked: Call, parts: dict[str, Tensor]) -> None:
     wanted["score"] = (B * H, K, D) if name == "factor_gradient" else (B, H, N, K)
     if asked.lists == 0:
         wanted["index"] = (N, K)
+    if name == "scan":
+        wanted["factor"] = (M,)
     for part, tensor in parts.items():
         if tensor.shape != wanted[part]:
             raise ValueError(f"{name}: {part} must be {wanted[part]}, got {tuple(tensor.shape)}")

@@ -18,9 +18,6 @@ typedef float vec __attribute__((vector_size(4 * W)));
 typedef int32_t ivec __attribute__((vector_size(4 * W)));
 typedef float vec_at __attribute__((vector_size(4 * W), aligned(4), may_alias));  // at any address
 typedef int32_t ivec_at __attribute__((vector_size(4 * W), aligned(4), may_alias));
-typedef float four __attribute__((vector_size(16)));
-typedef int32_t ifour __attribute__((vector_size(16)));
-typedef float four_at __attribute__((vector_size(16), aligned(4), may_alias));
 typedef int32_t eight __attribute__((vector_size(32), aligned(4), may_alias));
 #define INLINE static inline __attribute__((always_inline))
 
@@ -134,28 +131,45 @@ INLINE int outside(const int64_t *index, int64_t K, int64_t M) {
 
 // ---------------------------------------------------------------- scores
 
+// Lane l of what is made is lane which[l] of a, or from W on of b.
+INLINE vec pick(vec a, vec b, ivec which) {
+#ifdef __clang__
+  vec x;
+  _Pragma("GCC unroll 16") for (int l = 0; l < W; l++) x[l] = which[l] < W ? a[which[l]] : b[which[l] - W];
+  return x;
+#else
+  return __builtin_shuffle(a, b, which);
+#endif
+}
+
+// W channels of W columns, to a row for each channel. As cards are shuffled: one column of the first half, one of the second, in turn; when
+// that was done as many times as W can be halved, what stood below each other stands side by side.
+INLINE void turn(float *to, int64_t width, const float *const *from) {
+  vec x[W], y[W];
+  ivec low = lanes() / 2 + lanes() % 2 * W, high = low + W / 2;
+  _Pragma("GCC unroll 16") for (int i = 0; i < W; i++) x[i] = load(from[i]);
+  _Pragma("GCC unroll 4") for (int step = 1; step < W; step *= 2) {
+    _Pragma("GCC unroll 16") for (int i = 0; i < W; i++) y[i] = pick(x[i / 2], x[(i + W) / 2], i % 2 ? high : low);
+    _Pragma("GCC unroll 16") for (int i = 0; i < W; i++) x[i] = y[i];
+  }
+  _Pragma("GCC unroll 16") for (int i = 0; i < W; i++) store(to + i * width, x[i]);
+}
+
 // Columns to panels of C vectors of columns (the last one narrower), each panel (D, width): what a tile reads lies side by side.
-// Four channels of four columns at a time are turned in registers; of the last columns, the very last one again.
 static void pack(float *panel, const float *x, int64_t row, int64_t M, int64_t D) {
   for (int64_t j = 0; j < whole(M); j += C * W) {
     int64_t width = least(C * W, whole(M) - j);
-    for (int64_t c = 0; c < width; c += 4) {
+    for (int64_t c = 0; c < width; c += W) {  // a vector of columns at once, the last one again where there are fewer
+      const float *from[W];
       float *to = panel + j * D + c;
-      const float *from[4];
-      for (int i = 0; i < 4; i++) from[i] = x + least(j + c + i, M - 1) * row;
+      for (int i = 0; i < W; i++) from[i] = x + least(j + c + i, M - 1) * row;
       int64_t d = 0;
-      for (; d + 4 <= D; d += 4) {
-        four p = *(const four_at *)(from[0] + d), q = *(const four_at *)(from[1] + d);
-        four r = *(const four_at *)(from[2] + d), s = *(const four_at *)(from[3] + d);
-        four pq = __builtin_shuffle(p, q, (ifour){0, 4, 1, 5}), PQ = __builtin_shuffle(p, q, (ifour){2, 6, 3, 7});
-        four rs = __builtin_shuffle(r, s, (ifour){0, 4, 1, 5}), RS = __builtin_shuffle(r, s, (ifour){2, 6, 3, 7});
-        *(four_at *)(to + d * width) = __builtin_shuffle(pq, rs, (ifour){0, 1, 4, 5});
-        *(four_at *)(to + (d + 1) * width) = __builtin_shuffle(pq, rs, (ifour){2, 3, 6, 7});
-        *(four_at *)(to + (d + 2) * width) = __builtin_shuffle(PQ, RS, (ifour){0, 1, 4, 5});
-        *(four_at *)(to + (d + 3) * width) = __builtin_shuffle(PQ, RS, (ifour){2, 3, 6, 7});
+      for (; d + W <= D; d += W) {
+        turn(to + d * width, width, from);
+        for (int i = 0; i < W; i++) from[i] += W;
       }
       for (; d < D; d++)
-        for (int i = 0; i < 4; i++) to[d * width + i] = from[i][d];
+        for (int i = 0; i < W; i++) to[d * width + i] = *from[i]++;
     }
   }
 }
@@ -277,6 +291,48 @@ static int nearest_rows(const Call *c, int64_t g, int64_t first, int64_t last, f
         __builtin_memcpy(c->score + to + i, &bits, 4);
         c->chosen[to + i] = best[i];
       }
+    }
+  }
+  return 0;
+}
+
+// ---------------------------------------------------------------- the K best of very many columns
+
+enum { CHUNK = 8 * C * W };  // columns at a time: in panels, they stay in the cache while all rows pass
+
+// Columns b to b + ld, with scores s + more, into a row's list of K: best first, equals in their order. Whatever does not beat the last one
+// of the list is dismissed, 32 columns at once, and that is nearly all.
+INLINE void keep(const float *s, const float *more, int64_t b, int64_t ld, int64_t K, float *score, int64_t *chosen) {
+  for (int64_t j = 0; j < ld; j += 32) {
+    ivec found = {0};
+    for (int64_t i = j; i < j + 32 && i < ld; i += W) {
+      found |= (load(s + i) + load(more + i) > score[K - 1]) & (1 << (lanes() + (int32_t)(i - j)));
+    }
+    for (uint32_t bits = any_bit(found); bits; bits &= bits - 1) {
+      int64_t i = j + __builtin_ctz(bits), p = K - 1;
+      float x = s[i] + more[i];
+      if (!(x > score[p])) continue;  // by now the list is better
+      for (; p && score[p - 1] < x; p--) score[p] = score[p - 1], chosen[p] = chosen[p - 1];
+      score[p] = x, chosen[p] = b + i;
+    }
+  }
+}
+
+// score and chosen: for each row its K largest of dot product + factor (M), best first, equals by column. NaN and minus infinity are never
+// among them; -1 where there are fewer. A product is one sum over channels in their order: Python counts on no more than D roundings.
+static int scan_rows(const Call *c, int64_t g, int64_t first, int64_t last, float *scratch) {
+  int64_t M = c->M, D = c->D, K = c->K, *chosen = c->chosen + g * c->N * K;
+  float *panel = scratch, *s = panel + CHUNK * D, *more = s + R * CHUNK, *score = c->score + g * c->N * K;
+  const float *rows = group(c->rows, c, g), *columns = group(c->columns, c, g), *at[R];
+  for (int64_t i = first * K; i < last * K; i++) score[i] = -__builtin_inff(), chosen[i] = -1;
+  for (int64_t b = 0; b < M; b += CHUNK) {
+    int64_t count = least(CHUNK, M - b), ld = whole(count);
+    pack(panel, columns + b * c->columns.row, c->columns.row, count, D);
+    for (int64_t j = 0; j < ld; j++) more[j] = j >= count ? -__builtin_inff() : c->factor ? c->factor[b + j] : 0;
+    for (int64_t n = first; n < last; n += R) {
+      for (int r = 0; r < R; r++) at[r] = rows + least(n + r, last - 1) * c->rows.row;
+      scores(s, panel, at, count, D);
+      for (int64_t r = 0, i = n * K; r < least(R, last - n); r++, i += K) keep(s + r * ld, more, b, ld, K, score + i, chosen + i);
     }
   }
   return 0;
@@ -555,6 +611,7 @@ static int64_t room(const Call *c) {  // that selecting takes
   return ld * (c->D + R + 5) + whole(c->K) + 128;
 }
 int64_t neighbors_nearest(const Call *c) { return shared(nearest_rows, c, c->N, R, room(c)); }
+int64_t neighbors_scan(const Call *c) { return shared(scan_rows, c, c->N, R, CHUNK * (c->D + R + 1)); }
 int64_t neighbors_bag(const Call *c) { return shared(bag_rows, c, c->N, 1, 0); }
 int64_t neighbors_pair_dot(const Call *c) { return shared(dot_rows, c, c->N, 1, 0); }
 int64_t neighbors_spread(const Call *c) { return shared(spread_channels, c, c->D, W, 0); }

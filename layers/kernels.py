@@ -97,9 +97,20 @@ def _new_rows_first(like: Tensor, rows: int, dim: int) -> Tensor:
     return like.new_empty(like.shape[0], rows, like.shape[1], dim).transpose(1, 2)
 
 
-def up_to(ordered: Tensor, values: Tensor) -> Tensor:
-    """How many numbers of each sorted row (..., K) are at most as large as each of its values (..., S)."""
-    return torch.searchsorted(ordered, values, right=True)
+@torch.library.custom_op("neighbors::others", mutates_args=(), schema="(Tensor index, Tensor places) -> Tensor")
+def others(index: Tensor, places: Tensor) -> Tensor:
+    """Columns outside each row's list: index (B, H, N, K), places (H, N, S) among all that are outside, to (B, H, N, S)."""
+    if index.device.type == "cpu" and native.available():
+        return native.others(index, places)
+    # The u-th of the others comes after as many of the list as have at most u others before them.
+    others_before = index.sort().values - torch.arange(index.shape[-1], device=index.device)  # (B, H, N, K)
+    wanted = places.expand(len(index), -1, -1, -1).contiguous()
+    return wanted + torch.searchsorted(others_before, wanted, right=True)
+
+
+@others.register_fake
+def _(index: Tensor, places: Tensor) -> Tensor:
+    return index.new_empty(*index.shape[:3], places.shape[2])
 
 
 @torch.library.custom_op("neighbors::nearest", mutates_args=(), schema="(Tensor q, Tensor k, int K, Tensor? own) -> (Tensor, Tensor)")

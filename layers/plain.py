@@ -56,8 +56,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, index: Tensor | None, *how: Any) ->
     return out, chosen, weight
 
 
-def up_to(ordered: Tensor, values: Tensor) -> Tensor:
-    return (ordered[..., None, :] <= values[..., None]).sum(-1)
+def others(index: Tensor, places: Tensor) -> Tensor:
+    before = index.sort().values - torch.arange(index.shape[-1], device=index.device)  # (B, H, N, K)
+    return places + (before[..., None, :] <= places[..., None]).sum(-1)
 
 
 def pad_to_multiple(tensor: Tensor, multiple: int, dim: int = -1, value: float = 0) -> tuple[bool, Tensor]:
@@ -71,7 +72,7 @@ def plain_kernels() -> Iterator[None]:
     """Layers that are called within use these instead of the operators."""
     from local_attention import local_attention
 
-    places: list[tuple[Any, Any]] = [(kernels, function) for function in (nearest, bag, spread, pair_dot, rank_conv, up_to)]
+    places: list[tuple[Any, Any]] = [(kernels, function) for function in (nearest, bag, spread, pair_dot, rank_conv, others)]
     places += [(lists, _attend), (local_attention, pad_to_multiple)]
     before = [getattr(module, function.__name__) for module, function in places]
     try:

@@ -54,13 +54,9 @@ class SampledKnnAttention(TokenMixer):
 
     def sampled(self, index: Tensor) -> Tensor:
         """Tokens outside each row's top K, (B, H, N, samples), from the draw of places among the others."""
-        b, _, n, _ = index.shape
-        device = index.device
+        n, device = index.shape[2], index.device
         places = self.draw(n, device) if self.training else self.cached((n, device), lambda: self.draw(n, device))
-        # The u-th of the others comes after as many of the top K as have at most u others before them.
-        others_before = index.sort().values - torch.arange(self.K, device=device)  # (B, H, N, K)
-        places = places.expand(b, -1, -1, -1).contiguous()
-        return places + kernels.up_to(others_before, places)
+        return kernels.others(index, places)
 
     def lists(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Top K and sample (B, H, N, K + samples), and the logarithm of how many tokens each rank stands for."""

@@ -29,7 +29,7 @@ COMPILERS = ("cc", "gcc", "clang")
 ALWAYS = ("-std=gnu11", "-O3", "-shared", "-fPIC")
 # The first that the compiler takes. Without OpenMP one thread does all the work.
 OPTIONAL = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ())
-FUNCTIONS = ("nearest", "scan", "bag", "pair_dot", "spread", "factor_gradient", "attend", "attend_gradient")
+FUNCTIONS = ("nearest", "scan", "others", "bag", "pair_dot", "spread", "factor_gradient", "attend", "attend_gradient")
 POINTERS = ("index", "weight", "factor", "matrix", "turned", "panel", "d_matrix", "bias", "keep", "first", "own", "score", "kept", "chosen")
 VIEWS = ("rows", "columns", "out", "values", "grad", "d_rows", "d_columns", "d_values")
 MOST_RANKS = 64  # of a list that is selected here: beyond, sorting whole rows is faster
@@ -184,6 +184,14 @@ def scan(queries: Tensor, rows: Tensor, more: Tensor | None, K: int) -> tuple[Te
     return score[0, 0], index[0, 0]
 
 
+def others(index: Tensor, places: Tensor) -> Tensor:
+    """index (B, H, N, K), places (H, N, S) among the columns that are not in a row's list: these columns, (B, H, N, S)."""
+    (B, H, N, _), S = index.shape, places.shape[2]
+    found = torch.empty(B, H, N, S, dtype=torch.int64)
+    call("others", index=index, own=places, chosen=found)
+    return found
+
+
 def bag(v: Tensor, index: Tensor, weight: Tensor, factor: Tensor | None = None) -> Tensor:
     """sum_r weight[n, r] factor[r] v[index[n, r]]: (B, H, N, D), in memory (B, N, H, D), which is what a layer goes on with."""
     B, H, N, _ = index.shape
@@ -271,12 +279,15 @@ WRITTEN = ("out", "d_rows", "d_columns", "d_values", "d_matrix", "score", "kept"
 def call(name: str, *, K: int | None = None, scale: float = 1.0, **parts: Tensor | None) -> None:
     """Sizes follow from the tensors. What is not written may lie anywhere in memory, if its channels lie side by side."""
     there = {part: t if part in WRITTEN else readable(part, t) for part, t in parts.items() if t is not None}
-    of_rows, of_columns = (next(there[part] for part in names if part in there) for names in (("rows", "out"), ("columns", "out")))
+    of_rows, of_columns = (
+        next(there[part] for part in names if part in there) for names in (("rows", "out", "index"), ("columns", "out", "index"))
+    )
     (B, H, N, D), M = of_rows.shape, of_columns.shape[2]
     if "rows" not in there:  # `out` stands for them
         D = of_columns.shape[3]
     E = there["values"].shape[3] if "values" in there else D
     F = next((there[part].shape[3] for part in ("grad", "out") if part in there and "matrix" in there), E)
+    F = there["chosen"].shape[3] if name == "others" else F
     K = K or there["index"].shape[-1]
     lists = N * K if "index" in there and there["index"].dim() == 4 else 0
     asked = Call(B=B, H=H, N=N, M=M, D=D, E=E, F=F, K=K, lists=lists, threads=torch.get_num_threads(), scale=scale)
@@ -307,6 +318,8 @@ def check_sizes(name: str, asked: Call, parts: dict[str, Tensor]) -> None:
         wanted["index"] = (N, K)
     if name == "scan":
         wanted["factor"] = (M,)
+    if name == "others":
+        wanted |= {"own": (H, N, F), "chosen": (B, H, N, F)}
     for part, tensor in parts.items():
         if tensor.shape != wanted[part]:
             raise ValueError(f"{name}: {part} must be {wanted[part]}, got {tuple(tensor.shape)}")

@@ -338,6 +338,27 @@ static int scan_rows(const Call *c, int64_t g, int64_t first, int64_t last, floa
   return 0;
 }
 
+// Columns outside of a row's list, by their places among all that are: the u-th of them comes after as many of the list as have at most u
+// others before them. own holds places (H, N, F), the same for all images; chosen is (B H, N, F).
+static int other_rows(const Call *c, int64_t g, int64_t first, int64_t last, float *scratch) {
+  int64_t K = c->K, F = c->F, *before = (int64_t *)(((uintptr_t)scratch + 7) & ~(uintptr_t)7);
+  for (int64_t n = first; n < last; n++) {
+    const int64_t *index = list_of(c, g, n), *place = c->own + (g % c->H * c->N + n) * F;
+    int64_t *to = c->chosen + (g * c->N + n) * F;
+    for (int64_t r = 0, p; r < K; r++) {  // sorted
+      for (p = r; p && before[p - 1] > index[r]; p--) before[p] = before[p - 1];
+      before[p] = index[r];
+    }
+    for (int64_t r = 0; r < K; r++) before[r] -= r;
+    for (int64_t i = 0; i < F; i++) {
+      int64_t count = 0;
+      for (int64_t r = 0; r < K; r++) count += before[r] <= place[i];
+      to[i] = place[i] + count;
+    }
+  }
+  return 0;
+}
+
 // ---------------------------------------------------------------- sums over neighbors
 
 // out[n] = sum over r of weight[n, r] factor[r] columns[index[n, r]], `vectors` vectors of channels from channel d on.
@@ -612,6 +633,7 @@ static int64_t room(const Call *c) {  // that selecting takes
 }
 int64_t neighbors_nearest(const Call *c) { return shared(nearest_rows, c, c->N, R, room(c)); }
 int64_t neighbors_scan(const Call *c) { return shared(scan_rows, c, c->N, R, CHUNK * (c->D + R + 1)); }
+int64_t neighbors_others(const Call *c) { return shared(other_rows, c, c->N, 1, 2 * c->K + 2); }
 int64_t neighbors_bag(const Call *c) { return shared(bag_rows, c, c->N, 1, 0); }
 int64_t neighbors_pair_dot(const Call *c) { return shared(dot_rows, c, c->N, 1, 0); }
 int64_t neighbors_spread(const Call *c) { return shared(spread_channels, c, c->D, W, 0); }

@@ -32,9 +32,9 @@ def test_selection() -> None:
     for own in (None, torch.tensor([4, 2, 0, *[N] * (M - 3)])):
         for found, wanted in zip(plain.nearest(q, k, K, own), kernels.nearest(q, k, K, own), strict=True):
             torch.testing.assert_close(found, wanted)
-    ordered = torch.tensor([[1, 3, 3, 8], [0, 0, 0, 5]])
-    values = torch.tensor([[3, 0, 9], [0, 4, 5]])
-    assert plain.up_to(ordered, values).tolist() == kernels.up_to(ordered, values).tolist() == [[3, 0, 4], [3, 3, 4]]
+    lists = torch.tensor([[4, 1, 2], [0, 6, 1]])[None, None]  # the others: 0, 3, 5, 6, ... and 2, 3, 4, 5, 7, ...
+    places = torch.tensor([[0, 1, 3], [4, 0, 2]])[None]
+    assert plain.others(lists, places).tolist() == kernels.others(lists, places).tolist() == [[[[0, 3, 6], [7, 2, 4]]]]
 
 
 def test_padding_of_windows() -> None:

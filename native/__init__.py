@@ -82,7 +82,8 @@ def built() -> Path:
     compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
         raise Unbuilt("no C compiler found; with one, hard top-K attention and exact search of a bank are faster")
-    known = "\n".join([SOURCE.read_text(), *ALWAYS, repr(OPTIONAL), compiler, version_of(compiler), processor()])
+    sources = [path.read_text() for path in sorted(SOURCE.parent.glob("*.[ch]"))]
+    known = "\n".join([*sources, *ALWAYS, repr(OPTIONAL), compiler, version_of(compiler), processor()])
     folder = private_folder()
     path = folder / f"nearest-{hashlib.sha256(known.encode()).hexdigest()[:20]}.so"
     if not path.exists():

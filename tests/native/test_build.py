@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -46,11 +47,12 @@ def test_another_source_compiler_or_processor_is_another_file(anew: Path, monkey
     with monkeypatch.context() as patch:
         patch.setattr(native, "version_of", lambda _: "cc 99")
         names.add(native.built().name)
-    source = tmp_path / "nearest.c"
-    source.write_text(native.SOURCE.read_text() + "\n// changed\n")
-    monkeypatch.setattr(native, "SOURCE", source)
-    names.add(native.built().name)
-    assert len(names) == 4
+    copy = shutil.copytree(native.SOURCE.parent, tmp_path / "native")
+    monkeypatch.setattr(native, "SOURCE", copy / native.SOURCE.name)
+    for file in ("nearest.c", "vectors.h", "matrix.h"):
+        (copy / file).write_text((copy / file).read_text() + "\n// changed\n")
+        names.add(native.built().name)
+    assert len(names) == 6
 
 
 @needs_compiler

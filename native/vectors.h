@@ -1,0 +1,195 @@
+// What all the code here is made of: vectors of floats, what a call is handed, who works on which part, and tiles of scores.
+// Vectors are those of GCC and Clang, for any processor.
+#include <stdint.h>
+#include <stdlib.h>
+
+#if defined(__AVX512F__)
+enum { W = 16, R = 8, C = 3 };  // floats in a vector; a tile of scores is R rows x C vectors, all of whose sums stay in registers
+#elif defined(__AVX__)
+enum { W = 8, R = 4, C = 3 };
+#else
+enum { W = 4, R = 4, C = 3 };
+#endif
+
+typedef float vec __attribute__((vector_size(4 * W)));
+typedef int32_t ivec __attribute__((vector_size(4 * W)));
+typedef float vec_at __attribute__((vector_size(4 * W), aligned(4), may_alias));  // at any address
+typedef int32_t ivec_at __attribute__((vector_size(4 * W), aligned(4), may_alias));
+typedef int32_t eight __attribute__((vector_size(32), aligned(4), may_alias));
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE vec load(const float *p) { return *(const vec_at *)p; }
+INLINE void store(float *p, vec x) { *(vec_at *)p = x; }
+INLINE ivec keys_at(const int32_t *p) { return *(const ivec_at *)p; }
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t whole(int64_t n) { return (n + W - 1) / W * W; }  // the next multiple of a vector
+// Written lane by lane, compilers find the one instruction for it.
+INLINE ivec larger(ivec x, ivec y) {
+  ivec z;
+  _Pragma("GCC unroll 16") for (int l = 0; l < W; l++) z[l] = x[l] > y[l] ? x[l] : y[l];
+  return z;
+}
+
+INLINE ivec smaller(ivec x, ivec y) {
+  ivec z;
+  _Pragma("GCC unroll 16") for (int l = 0; l < W; l++) z[l] = x[l] < y[l] ? x[l] : y[l];
+  return z;
+}
+
+INLINE ivec lanes(void) {
+  ivec x;
+  for (int l = 0; l < W; l++) x[l] = l;
+  return x;
+}
+
+// Half of the work each time: lane l meets lane l ^ step.
+#define FOLD(x, operation)                                   \
+  _Pragma("GCC unroll 4") for (int step = W / 2; step; step /= 2) { \
+    __typeof__(x) other;                                     \
+    _Pragma("GCC unroll 16") for (int l = 0; l < W; l++) other[l] = x[l ^ step]; \
+    x = operation;                                           \
+  }
+INLINE float sum(vec x) {
+  FOLD(x, x + other)
+  return x[0];
+}
+INLINE int32_t largest(ivec x) {
+  FOLD(x, larger(x, other))
+  return x[0];
+}
+INLINE uint32_t any_bit(ivec x) {
+  FOLD(x, (x | other))
+  return (uint32_t)x[0];
+}
+
+// ---------------------------------------------------------------- what a call is handed, and who works on which part
+
+typedef struct {
+  float *data;
+  int64_t image, head, row;  // floats from one to the next; channels lie side by side
+} View;                      // (B, H, rows, D)
+
+typedef struct {
+  View rows, columns, out;  // what belongs to the N rows, to the M columns, and what is made of them: D channels
+  View values, grad;        // of an attention: what is summed (M), and the gradient of the sums (N): E channels
+  View d_rows, d_columns, d_values;
+  const int64_t *index;     // (B H, N, K): which columns; the same (N, K) for all groups where `lists` is 0
+  const float *weight;      // (B H, N, K)
+  const float *factor;      // (K, D) for each rank and channel, or none: 1
+  const float *matrix;      // (F, K E), a matrix for each rank, which makes F channels of E; for gradients (K E, F)
+  const float *turned;      // (B H, F, N), the gradient with its channels first
+  float *panel, *d_matrix;  // the matrix packed; its gradient (F, K E)
+  const float *bias;        // (N, K), added to scaled scores; or none
+  const float *keep;        // (B H, N, K): what dropout multiplies weights by; or none
+  const float *first;       // the scaled score of rank 0, whatever its product; or none
+  const int64_t *own;       // (N): the column that is the row itself, which it must not select, or -1; or none
+  float *score, *kept;      // (B H, N, K), written: scores or weights; weights after dropout
+  int64_t *chosen;          // (B H, N, K), written
+  int64_t B, H, N, M, D, E, F, K, lists, threads;
+  float scale;
+} Call;
+
+typedef int Work(const Call *, int64_t group, int64_t first, int64_t last, float *scratch);
+
+// Calls `work` for each group and for `total` rows (or channels), in pieces that depend on nothing but sizes. A thread takes whole images
+// where there are enough of them: heads of one image share lines of the cache. Where groups are few, each is cut in parts of `unit`s.
+static int64_t shared_by(Work *work, const Call *c, int64_t groups, int64_t together, int64_t total, int64_t unit, int64_t scratch) {
+  int64_t units = (total + unit - 1) / unit;
+  int64_t parts = least(groups >= c->threads ? 1 : (c->threads + groups - 1) / groups, units), pieces = groups / together * parts;
+  int64_t wrong = 0;
+#pragma omp parallel num_threads(c->threads) if (c->threads > 1) reduction(+ : wrong)
+  {
+    float *own = malloc((scratch + 16) * sizeof(float));
+    wrong += own == NULL;
+#pragma omp for schedule(dynamic)
+    for (int64_t p = 0; p < pieces; p++) {
+      int64_t part = p % parts, first = units * part / parts * unit, last = least(units * (part + 1) / parts * unit, total);
+      for (int64_t g = p / parts * together; own && g < (p / parts + 1) * together; g++) wrong += work(c, g, first, last, own);
+    }
+    free(own);
+  }
+  return wrong;
+}
+
+static int64_t shared(Work *work, const Call *c, int64_t total, int64_t unit, int64_t scratch) {
+  return shared_by(work, c, c->B * c->H, c->B >= c->threads ? c->H : 1, total, unit, scratch);
+}
+
+INLINE float *group(View x, const Call *c, int64_t g) { return x.data + g / c->H * x.image + g % c->H * x.head; }
+
+INLINE const int64_t *list_of(const Call *c, int64_t g, int64_t n) { return c->index + g * c->lists + n * c->K; }
+
+// Whether a row's list points outside of the columns.
+INLINE int outside(const int64_t *index, int64_t K, int64_t M) {
+  int bad = 0;
+  for (int64_t r = 0; r < K; r++) bad |= (uint64_t)index[r] >= (uint64_t)M;
+  return bad;
+}
+
+// ---------------------------------------------------------------- scores
+
+// Lane l of what is made is lane which[l] of a, or from W on of b.
+INLINE vec pick(vec a, vec b, ivec which) {
+#ifdef __clang__
+  vec x;
+  _Pragma("GCC unroll 16") for (int l = 0; l < W; l++) x[l] = which[l] < W ? a[which[l]] : b[which[l] - W];
+  return x;
+#else
+  return __builtin_shuffle(a, b, which);
+#endif
+}
+
+// W channels of W columns, to a row for each channel. As cards are shuffled: one column of the first half, one of the second, in turn; when
+// that was done as many times as W can be halved, what stood below each other stands side by side.
+INLINE void turn(float *to, int64_t width, const float *const *from) {
+  vec x[W], y[W];
+  ivec low = lanes() / 2 + lanes() % 2 * W, high = low + W / 2;
+  _Pragma("GCC unroll 16") for (int i = 0; i < W; i++) x[i] = load(from[i]);
+  _Pragma("GCC unroll 4") for (int step = 1; step < W; step *= 2) {
+    _Pragma("GCC unroll 16") for (int i = 0; i < W; i++) y[i] = pick(x[i / 2], x[(i + W) / 2], i % 2 ? high : low);
+    _Pragma("GCC unroll 16") for (int i = 0; i < W; i++) x[i] = y[i];
+  }
+  _Pragma("GCC unroll 16") for (int i = 0; i < W; i++) store(to + i * width, x[i]);
+}
+
+// Columns to panels of C vectors of columns (the last one narrower), each panel (D, width): what a tile reads lies side by side.
+static void pack(float *panel, const float *x, int64_t row, int64_t M, int64_t D) {
+  for (int64_t j = 0; j < whole(M); j += C * W) {
+    int64_t width = least(C * W, whole(M) - j);
+    for (int64_t c = 0; c < width; c += W) {  // a vector of columns at once, the last one again where there are fewer
+      const float *from[W];
+      float *to = panel + j * D + c;
+      for (int i = 0; i < W; i++) from[i] = x + least(j + c + i, M - 1) * row;
+      int64_t d = 0;
+      for (; d + W <= D; d += W) {
+        turn(to + d * width, width, from);
+        for (int i = 0; i < W; i++) from[i] += W;
+      }
+      for (; d < D; d++)
+        for (int i = 0; i < W; i++) to[d * width + i] = *from[i]++;
+    }
+  }
+}
+
+INLINE void tile(int vectors, float *s, int64_t ld, const float *panel, const float *const *row, int64_t D) {
+  vec total[R][C];
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < vectors; v++) total[r][v] = (vec){0};
+  for (int64_t d = 0; d < D; d++)
+    for (int r = 0; r < R; r++)
+      for (int v = 0; v < vectors; v++) total[r][v] += row[r][d] * load(panel + (d * vectors + v) * W);
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < vectors; v++) store(s + r * ld + v * W, total[r][v]);
+}
+
+// Dot products of R rows with all columns: s[r][j].
+static void scores(float *s, const float *panel, const float *const *row, int64_t M, int64_t D) {
+  int64_t ld = whole(M);
+  for (int64_t j = 0; j < ld; j += C * W) {
+    switch (least(C, (ld - j) / W)) {
+      case 1: tile(1, s + j, ld, panel + j * D, row, D); break;
+      case 2: tile(2, s + j, ld, panel + j * D, row, D); break;
+      default: tile(C, s + j, ld, panel + j * D, row, D);
+    }
+  }
+}

@@ -90,12 +90,14 @@ def forms() -> list[Cell]:
     """What keeps heads from collapsing, alone and together, in the cell of the grid that is hardest for them."""
     hard = ["--num_epochs", "15", "--dropout", ".3", "--mixup_alpha", ".3", "--ema_decay", ".995", "--lr", "2e-3"]
     found: list[Cell] = []
-    for standardize, ramp in itertools.product(("--standardize", "--no-standardize"), ("--dropout_ramp", "--no-dropout_ramp")):
-        group = f"forms/{standardize[2:]} {ramp[2:]}"
-        found += [Cell(group, head, 0, ["--head", head, standardize, ramp, *hard]) for head in ("attn-knn", "knn", "linear+attn-knn")]
-    centered = ["--head", "centered-attn-knn", "--plugin", str(MAIN.parent / "benchmarks" / "centering.py")]
-    for ramp in ("--dropout_ramp", "--no-dropout_ramp"):
-        found.append(Cell(f"forms/center {ramp[2:]}", "attn-knn", 0, [*centered, ramp, *hard]))
+    standardizing, ramps = ("--standardize", "--no-standardize"), ("--dropout_ramp", "--no-dropout_ramp")
+    for standardize, ramp, weight in itertools.product(standardizing, ramps, ("1", "0")):
+        group = f"forms/{standardize[2:]} {ramp[2:]} {'proxies' if weight == '1' else 'no-proxies'}"
+        flags = [standardize, ramp, "--proxy_weight", weight, *hard]
+        found += [Cell(group, head, 0, ["--head", head, *flags]) for head in ("attn-knn", "knn", "linear+attn-knn")]
+    centered = ["--head", "centered-attn-knn", "--plugin", str(MAIN.parent / "benchmarks" / "centering.py"), "--proxy_weight", "0"]
+    for ramp in ramps:
+        found.append(Cell(f"forms/center {ramp[2:]} no-proxies", "attn-knn", 0, [*centered, ramp, *hard]))
     return found
 
 

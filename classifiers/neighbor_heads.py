@@ -55,7 +55,7 @@ class NeighborHead(Head):
         contrastive_temperature: float = 0.1,
         contrastive_margin: float = 0.5,
         hard_negatives: float = 0.0,
-        proxy_weight: float = 1.0,
+        proxy_weight: float = 3.0,
         label_smoothing: float = 0.0,
         dropout: float = 0.0,
     ) -> None:
@@ -73,7 +73,7 @@ class NeighborHead(Head):
         self.contrastive = {"hard_negatives": hard_negatives}
         self.contrastive |= {"margin": contrastive_margin} if contrastive_form == "margin" else {"temperature": contrastive_temperature}
         self.proxy_weight = proxy_weight
-        self.proxies = Proxies(num_classes, self.embedder.dim) if proxy_weight else None
+        self.proxies = Proxies(num_classes, num_features) if proxy_weight else None
         self.bank: Bank | None = None
         self.means: ClassMeans | None = None
 
@@ -185,7 +185,7 @@ class NeighborHead(Head):
             form = contrastive_margin if self.contrastive_form == "margin" else supervised_contrastive
             terms["contrastive"] = self.contrastive_weight * form(block.embedding, target, index, **self.contrastive)
         if self.proxies is not None:
-            terms["proxies"] = self.proxy_weight * self.proxies(block.embedding, target, self.label_smoothing)
+            terms["proxies"] = self.proxy_weight * self.proxies(block.features, target, self.label_smoothing)
         return terms | self.more_terms(weights, block, target, index)
 
     def more_terms(self, weights: Tensor, block: Block, target: Tensor, index: Tensor) -> dict[str, Tensor]:

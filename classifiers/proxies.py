@@ -1,4 +1,4 @@
-"""Proxies: a learned vector for each class, which teaches embeddings from the first step on (as in NormFace, arXiv 1704.06369)."""
+"""Proxies: a learned vector for each class, which teaches a backbone from the first step on (as in NormFace, arXiv 1704.06369)."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ TEMPERATURE = 0.1  # of the cosine
 
 
 class Proxies(nn.Module):
-    """Cross-entropy of the softmax over the cosines of an embedding with all proxies. For training alone: no vote looks at them.
+    """Cross-entropy of the softmax over the cosines of features with all proxies. For training alone: no vote looks at them.
 
     NOTE: a vote teaches by the neighbors that it finds, and those of a fresh backbone are of any class: the first epochs of a ResNet
     pulled rows towards wherever the few right ones were. Proxies move apart at once, and neighbors sort themselves around them.
+    They stand at the features: behind a projection they taught the backbone less.
     """
 
-    def __init__(self, num_classes: int, dim: int) -> None:
+    def __init__(self, num_classes: int, num_features: int) -> None:
         super().__init__()
-        self.vectors = nn.Parameter(torch.randn(num_classes, dim) / math.sqrt(dim))
+        self.vectors = nn.Parameter(torch.randn(num_classes, num_features) / math.sqrt(num_features))
 
-    def forward(self, embedding: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
-        """The loss of unit vectors (B, D); target: class numbers (B,) or soft (B, C)."""
-        cosine = embedding @ unit(self.vectors).T  # (B, C)
+    def forward(self, features: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
+        """The loss of features (B, F); target: class numbers (B,) or soft (B, C)."""
+        with torch.autocast(features.device.type, enabled=False):
+            cosine = unit(features) @ unit(self.vectors).T  # (B, C)
         return nll((cosine / TEMPERATURE).log_softmax(1), target, label_smoothing)

@@ -58,7 +58,7 @@ def with_defaults(given: Mapping[str, Any], shape: tuple[int, ...], summary: Map
     values.setdefault("k_train", DINO_K if "vote" in known and weights_name(values) == "softmax-cosine" else DEFAULT_K)
     if head.learned and values["lr_attention"] is None and values["optimizer"] != "sgd":
         values["lr_attention"] = min(values["lr"], ATTENTION_LR)
-    values.setdefault("standardize", wants_bank and (projects(values) or not frozen(values)))  # where something is learned from it
+    values.setdefault("standardize", wants_bank and projects(values))  # without a projection, features stay as they are
     values.setdefault("dropout_ramp", wants_bank)
     values.setdefault("baselines", summary["train"] <= MOST_ROWS)
     return values
@@ -84,14 +84,20 @@ def without_effect(values: Mapping[str, Any], data: Data) -> list[tuple[str, dic
     if model in ("mlp", "identity"):
         of_model |= default(("layer", "patch_size", "num_heads", "attention_dropout", "token_dropout", *flags.LAYER_OPTIONS))
     if model == "identity":
-        of_model |= default(("num_layers", "d_hidden", "d_mlp", "lr_backbone"))
+        of_model |= default(("num_layers", "d_hidden", "d_mlp", "lr_backbone")) | {"proxy_weight": 0.0}
     if data.kind != "files":
         of_model |= {"skip_broken": False}
     found: list[tuple[str, dict[str, Any]]] = [(f"--model {model} on {data.kind} rows", of_model)]
     if model not in ("mlp", "identity"):
         found += [(f"--layer {values['layer']}", default(idle_layer_options(values["layer"])))]
     if values["freeze_backbone"]:
-        unmoved = {**default(["lr_backbone", "token_dropout"]), "cutmix_alpha": 0.0, "use_compiled": False, "dropout_ramp": False}
+        unmoved = {
+            **default(["lr_backbone", "token_dropout"]),
+            "cutmix_alpha": 0.0,
+            "proxy_weight": 0.0,
+            "use_compiled": False,
+            "dropout_ramp": False,
+        }
         found += [("--freeze_backbone", unmoved)]
         found += [("--no-augment", default(["views"]))] if not values["augment"] else []
     else:
@@ -105,9 +111,8 @@ def without_effect(values: Mapping[str, Any], data: Data) -> list[tuple[str, dic
     found += [(f"--head {values['head']}", of_head | default([] if head.learned else ["lr_attention"]))]
     found += [("--embed_dim 0", default(["lr_projection"]))] if not projects(values) else []
     found += [("a bank without --bank_cap", default(["bank_evict"]))] if not values["bank_cap"] else []
-    if frozen(values) and not projects(values):  # losses of embeddings could move nothing
-        unmoved = {"contrastive_weight": 0.0, "proxy_weight": 0.0, **default(CONTRASTIVE)}
-        found += [("a frozen backbone with --embed_dim 0", unmoved)]
+    if frozen(values) and not projects(values):  # a contrastive loss could move nothing
+        found += [("a frozen backbone with --embed_dim 0", {"contrastive_weight": 0.0, **default(CONTRASTIVE)})]
     elif not values["contrastive_weight"]:
         found += [("--contrastive_weight 0", default(CONTRASTIVE))]
     other = "contrastive_temperature" if values["contrastive_form"] == "margin" else "contrastive_margin"

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from classifiers.neighbor_heads import KnnHead
 from classifiers.proxies import Proxies
@@ -15,7 +16,7 @@ def test_loss_by_hand() -> None:
     proxies = Proxies(2, 2)
     with torch.no_grad():
         proxies.vectors.copy_(torch.tensor([[3.0, 0.0], [0.0, 0.1]]))
-    x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
+    x = torch.tensor([[1.0, 0.0], [0.0, 7.0], [0.2, 0.0]])
     right, wrong = math.log1p(math.exp(-10)), 10 + math.log1p(math.exp(-10))
     assert proxies(x, torch.tensor([0, 1, 1])).item() == pytest.approx((2 * right + wrong) / 3, rel=1e-5)
     soft = torch.tensor([[0.7, 0.3], [0.0, 1.0], [1.0, 0.0]])
@@ -24,22 +25,21 @@ def test_loss_by_hand() -> None:
     assert proxies(x, torch.tensor([0, 1, 1]), 0.1).item() == pytest.approx(smoothed, rel=1e-5)
 
 
-def test_they_draw_embeddings_apart_where_votes_and_pairs_teach_nothing() -> None:
+def test_they_draw_features_apart_where_votes_and_pairs_teach_nothing() -> None:
     """Rows of one class each: no positive pair, and the only neighbors are of other classes."""
     torch.manual_seed(0)
-    head = KnnHead(5, 7, embed_dim=11, proxy_weight=1.0, contrastive_weight=0.0)
+    backbone, head = nn.Linear(5, 11), KnnHead(11, 7, contrastive_weight=0.0)
+    assert head.proxies is not None
     x, target = torch.randn(7, 5), torch.arange(7)
-    optimizer = torch.optim.Adam(head.parameters(), lr=0.01)
-    before = head.proxies(head.embed(x), target).item() if head.proxies is not None else 0
+    optimizer = torch.optim.Adam([*backbone.parameters(), *head.parameters()], lr=0.01)
+    before = head.proxies(backbone(x), target).item()
     for _ in range(60):
         optimizer.zero_grad()
-        assert head.proxies is not None
-        head.proxies(head.embed(x), target).backward()
+        head.proxies(backbone(x), target).backward()
         optimizer.step()
-    assert head.proxies is not None
-    assert head.proxies(head.embed(x), target).item() < 0.1 * before
-    closest = F.normalize(head.proxies.vectors, dim=1)
-    assert (head.embed(x) @ closest.T).argmax(1).tolist() == target.tolist()
+    assert head.proxies(backbone(x), target).item() < 0.1 * before
+    cosine = F.normalize(backbone(x), dim=1) @ F.normalize(head.proxies.vectors, dim=1).T
+    assert cosine.argmax(1).tolist() == target.tolist()
 
 
 def test_without_weight_there_are_none() -> None:

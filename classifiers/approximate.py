@@ -63,14 +63,16 @@ class Proposer:
         self.text, self.trained_on = text, len(rows)
         self.slot_of = torch.empty(0, dtype=torch.long)  # of each entry; MISSING if it is dead
         try:
-            self.index = faiss.index_factory(rows.shape[1], text)
+            self.use(faiss.index_factory(rows.shape[1], text))
             with silenced():  # it would print a line for each k-means over few rows, thousands of them; check_kind says it once
                 self.index.train(rows.numpy())
                 self.add(rows, torch.arange(len(rows)))
         except RuntimeError as error:
             raise BadOption("index", f"cannot be built over {len(rows)} rows ({_reason(error)})", text) from None
-        self.lists = faiss.try_extract_index_ivf(self.index)
-        inside = faiss.downcast_index(self.index)
+
+    def use(self, index: Any) -> None:
+        faiss = load_faiss()
+        self.index, self.lists, inside = index, faiss.try_extract_index_ivf(index), faiss.downcast_index(index)
         while self.lists is None and isinstance(inside, faiss.IndexPreTransform):
             inside = faiss.downcast_index(inside.index)
         self.graph = inside if hasattr(inside, "hnsw") else None

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from classifiers.bank import Bank
+from classifiers.bank_files import Shards, load_bank, save_bank
 from inputs import store
-from training.bank_files import Shards, load_bank, save_bank
 from utils import BadOption
 
 

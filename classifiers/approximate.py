@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +17,13 @@ from classifiers.index import MISSING
 from utils import BadOption, did_you_mean, say, shortened
 
 KINDS = ("auto", "flat", "ip", "hnsw", "ivf", "ivfpq")
-# auto is flat as long as 10,000 queries take a minute. Products of numbers that two cores do in a second, and how many dimensions more would
-# take as long as what a scan does beside them (keeping the nearest): compiled code with AVX-512 (one core: 0.18, 0.54 and 2.0 ns for a query
-# and a row of 16, 64 and 256 dimensions), FAISS.
+# auto is flat as long as 10,000 queries take a minute. Products of numbers that two cores do in a second, and how many dimensions more
+# would take as long as what a scan does beside them (keeping the nearest): compiled code with AVX-512 (one core: 0.18, 0.54 and 2.0 ns for
+# a query and a row of 16, 64 and 256 dimensions), FAISS.
 COMPILED, FAISS = (250_000_000_000, 8), (20_000_000_000, 32)
 MINUTE, QUERIES = 60, 10_000
 SMALLEST_INDEX = 256  # rows, below which the named approximate kinds look at every row
+RECALL, MEASURED = 0.99, 500  # share of the neighbors that an index must find, and rows that it is measured on
 ENOUGH = 39  # rows for a centroid: FAISS warns below that
 # The parts of a factory string that are learned by k-means: IVF8 and HNSW32_8+PQ4 have lists; PQ4 (of 8 bits), PQ4x5, RQ2x5, RQ1x6_2x4,
 # PRQ2x3x4 and IMI2x5 codes. OPQ4 learns 8 bits, whatever it is followed by. LSQ needs no k-means.
@@ -60,15 +63,20 @@ class Proposer:
         self.text, self.trained_on = text, len(rows)
         self.slot_of = torch.empty(0, dtype=torch.long)  # of each entry; MISSING if it is dead
         try:
-            self.index = faiss.index_factory(rows.shape[1], text)
+            self.use(faiss.index_factory(rows.shape[1], text))
             with silenced():  # it would print a line for each k-means over few rows, thousands of them; check_kind says it once
                 self.index.train(rows.numpy())
                 self.add(rows, torch.arange(len(rows)))
         except RuntimeError as error:
             raise BadOption("index", f"cannot be built over {len(rows)} rows ({_reason(error)})", text) from None
-        self.lists = faiss.try_extract_index_ivf(self.index)
-        graph = faiss.downcast_index(self.index)
-        self.graph = graph if hasattr(graph, "hnsw") else None
+
+    def use(self, index: Any) -> None:
+        faiss = load_faiss()
+        self.index, self.lists, inside = index, faiss.try_extract_index_ivf(index), faiss.downcast_index(index)
+        while self.lists is None and isinstance(inside, faiss.IndexPreTransform):
+            inside = faiss.downcast_index(inside.index)
+        self.graph = inside if hasattr(inside, "hnsw") else None
+        self.efforts: dict[int, int] = {}  # for k neighbors: lists, or rows of the graph, that a search looks at
 
     def add(self, rows: Tensor, slots: Tensor) -> None:
         self.slot_of[torch.isin(self.slot_of, slots)] = MISSING
@@ -80,15 +88,55 @@ class Proposer:
         same = text == self.text or (text[:3] == self.text[:3] == "IVF") or (text.startswith("PCAR") and self.text.startswith("PCAR"))
         return same and len(self.slot_of) <= 1.25 * live and (live <= 2 * self.trained_on or self.graph is not None)
 
-    def propose(self, queries: Tensor, count: int, live: int) -> Tensor:
-        """(B, M) slots, MISSING where the index found fewer."""
+    def propose(self, queries: Tensor, count: int, live: int, effort: int) -> Tensor:
+        """(B, M) slots, MISSING where the index found fewer. It looks at `effort` lists, or rows of the graph."""
         count = min(len(self.slot_of), math.ceil(count * (2 * len(self.slot_of) / live - 1)) + 1)  # some of them dead
         if self.lists is not None:
-            self.lists.nprobe = min(self.lists.nlist, max(8, self.lists.nlist // 8))
-        if self.graph is not None:
-            self.graph.hnsw.efSearch = max(64, 2 * count)
+            self.lists.nprobe = min(self.lists.nlist, effort)
+        elif self.graph is not None:
+            self.graph.hnsw.efSearch = max(count, effort)
         entries = torch.from_numpy(self.index.search(queries.numpy(), count)[1])
         return self.slot_of[entries.clamp_min(0)].masked_fill(entries < 0, MISSING)
+
+    def choose(self, k: int, wanted: float, recall: Callable[[int], float], measured: int) -> None:
+        """The least effort that finds the share `wanted` of k neighbors, by `recall` of an effort, measured on so many rows; said."""
+        most, what = (self.lists.nlist, "lists") if self.lists is not None else (len(self.slot_of), "rows")
+        changes = self.lists is not None or self.graph is not None
+        least = 4 * k if self.graph is not None else 1  # what is proposed is looked at in any case
+        self.efforts[k], found = least_effort(recall, wanted, min(least, most), most if changes else 1)
+        looks = f"looks at {self.efforts[k]:,} of {most:,} {what}" if changes else "looks at all codes"
+        short = "" if found >= wanted else f", not {wanted:g}: more would not help"
+        _say_new((self.text, k), f"index: {self.text} {looks} for {k} neighbors (recall {found:.3f} on {measured} rows of the bank{short})")
+
+
+_said: dict[Any, str] = {}
+
+
+def _say_new(what: Any, line: str) -> None:
+    """Banks are made anew every epoch: what is as before is not said again."""
+    if _said.get(what) != line:
+        _said[what] = line
+        say(line)
+
+
+def least_effort(recall: Callable[[int], float], wanted: float, least: int, most: int) -> tuple[int, float]:
+    """The effort from `least` to `most` from which on `recall`, which grows with it, is as wanted, to an eighth; and the recall there.
+
+    Where none is enough, the least that comes within .005 of what all can do.
+    """
+    tried = {least: recall(least)}
+    while max(tried.values()) < wanted and max(tried) < most:
+        effort = min(most, 2 * max(tried))
+        tried[effort] = recall(effort)
+    reached = max(tried.values())
+    wanted = wanted if reached >= wanted else reached - 0.005
+    enough = min(effort for effort, found in tried.items() if found >= wanted)
+    below = max((effort for effort in tried if effort < enough), default=enough)
+    while enough - below > max(1, enough // 8):
+        effort = (enough + below) // 2
+        tried[effort] = recall(effort)
+        enough, below = (effort, below) if tried[effort] >= wanted else (enough, effort)
+    return enough, tried[enough]
 
 
 def _reason(error: Exception) -> str:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from classifiers.approximate import Proposer, check_kind, most_flat, recipe
+from classifiers.approximate import MEASURED, RECALL, Proposer, check_kind, most_flat, recipe
 from classifiers.index import (
     BLOCK,
     MISSING,
@@ -40,7 +40,7 @@ from classifiers.index import (
 from utils import BadOption, one_of, say
 
 EVICTIONS = ("fifo", "class-balanced")
-PACKED = ("dim", "kind", "cap", "evict", "_next_id", "_next_birth")  # beside the rows
+PACKED = ("dim", "kind", "recall", "cap", "evict", "_next_id", "_next_birth")  # beside the rows
 SLACK = 4  # rows proposed beyond those asked for
 FEW = 8  # one of so many
 PROPOSALS = 1 << 22  # of one FAISS call, at most: 48 MB
@@ -71,12 +71,15 @@ class Bank:
     `copies`: for each id the lowest id of a row that is the same. Who excludes an id excludes all copies of its row.
     """
 
-    def __init__(self, dim: int, *, kind: str = "auto", cap: int | None = None, evict: str = "fifo", copies: Any = None) -> None:
+    def __init__(
+        self, dim: int, *, kind: str = "auto", recall: float = RECALL, cap: int | None = None, evict: str = "fifo", copies: Any = None
+    ) -> None:
         if dim < 1:
             raise BadOption("embed_dim", "must be at least 1", dim)
         if cap is not None and cap < 1:
             raise BadOption("cap", "must be at least 1", cap)
         check_kind(kind, dim)
+        self.recall = recall  # of an approximate index
         self.dim, self.kind, self.cap, self.evict = dim, kind, cap, one_of("evict", evict, EVICTIONS)
         self.copies = None if copies is None else integers(copies, len(copies), "copies")
         self._size = self._next_id = self._next_birth = 0
@@ -277,8 +280,28 @@ class Bank:
 
     def _approximate(self, rows: Tensor, squared: Tensor, k: int, banned: Tensor) -> tuple[Tensor, Tensor]:
         assert self._proposer is not None
-        found = self._proposer.propose(rows, min(self._size, 4 * k + banned.shape[1]), self._size)
+        if k not in self._proposer.efforts:
+            self._choose_effort(self._proposer, k)
+        return self._proposed(rows, k, banned, self._proposer.efforts[k])
+
+    def _proposed(self, rows: Tensor, k: int, banned: Tensor, effort: int) -> tuple[Tensor, Tensor]:
+        assert self._proposer is not None
+        found = self._proposer.propose(rows, min(self._size, 4 * k + banned.shape[1]), self._size, effort)
         return self._ranked(rows, found, k, banned)[:2]
+
+    def _choose_effort(self, proposer: Proposer, k: int) -> None:
+        """By the share of the k nearest that is found of rows from all over the bank, themselves left out."""
+        slots = torch.arange(0, self._size, max(1, self._size // MEASURED))[:MEASURED]
+        rows, own = self._rows[slots], self._firsts(self._ids[slots])[:, None]
+        nearest = self._exact(rows, squared_lengths(rows), k, own)[1]  # (500, k)
+        there = nearest < math.inf
+        farthest = nearest.masked_fill(~there, -math.inf).max(1, keepdim=True).values
+
+        def recall(effort: int) -> float:
+            found = self._proposed(rows, k, own, effort)[1]
+            return float((found <= farthest).sum() / there.sum().clamp_min(1))  # by distance: which of equal rows is found is as good
+
+        proposer.choose(k, self.recall, recall, len(slots))
 
     def _ranked(self, rows: Tensor, found: Tensor, k: int, banned: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The k best of the slots found (B, M): slots, distances, and the k-th distance of each query in float64."""
@@ -323,7 +346,8 @@ class Bank:
     def unpack(cls, rows: Mapping[str, Tensor], packed: Mapping[str, Any]) -> Bank:
         if {name: list(part.shape) for name, part in rows.items()} != packed["shapes"]:
             raise BadOption("bank", "must be whole: its rows are not those that it names")
-        bank = cls(packed["dim"], kind=packed["kind"], cap=packed["cap"], evict=packed["evict"], copies=rows.get("copies"))
+        options = {name: packed[name] for name in ("kind", "recall", "cap", "evict") if name in packed}  # older ones have no recall
+        bank = cls(packed["dim"], **options, copies=rows.get("copies"))
         bank._rows, bank._labels, bank._ids, bank._births = (rows[name] for name in ("embedding", "label", "id", "birth"))
         bank._size, bank._next_id, bank._next_birth = len(bank._rows), packed["_next_id"], packed["_next_birth"]
         return bank

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -55,23 +56,36 @@ def fast_blas() -> Iterator[None]:
 
 
 @contextmanager
-def silenced() -> Iterator[None]:
-    """Drops what C++ writes to stderr. That goes to file descriptor 2, whatever Python's sys.stderr is."""
-    with _silence:
+def silenced(*also: int) -> Iterator[None]:
+    """Drops what C++ writes to stderr, file descriptor 2 whatever Python's sys.stderr is, and to other descriptors (1: stdout)."""
+    with _silence, ExitStack() as ends:
+        for number in (2, *also):
+            ends.enter_context(_dropped(number, sys.stderr if number == 2 else sys.stdout))
+        yield
+
+
+@contextmanager
+def _dropped(number: int, stream: Any) -> Iterator[None]:
+    def flush() -> None:
         with suppress(AttributeError, OSError, ValueError):  # there may be none, or it may be closed
-            sys.stderr.flush()
-        stderr = None
-        with suppress(OSError):  # closed: there is nothing to drop
-            stderr = os.dup(2)
-        try:
-            if stderr is not None:
-                with open(os.devnull, "wb") as nowhere:
-                    os.dup2(nowhere.fileno(), 2)
-            yield
-        finally:
-            if stderr is not None:
-                os.dup2(stderr, 2)
-                os.close(stderr)
+            stream.flush()
+        if number == 1:
+            ctypes.CDLL(None).fflush(None)  # C keeps lines for stdout back
+
+    flush()
+    before = None
+    with suppress(OSError):  # closed: there is nothing to drop
+        before = os.dup(number)
+    try:
+        if before is not None:
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), number)
+        yield
+    finally:
+        if before is not None:
+            flush()
+            os.dup2(before, number)
+            os.close(before)
 
 
 def pointers(*tensors: Tensor) -> list[Any]:

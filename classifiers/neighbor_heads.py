@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from classifiers.approximate import RECALL
 from classifiers.bank import EVICTIONS, Bank, Neighbors
 from classifiers.class_means import ClassMeans
 from classifiers.embedder import Embedder
@@ -47,6 +48,7 @@ class NeighborHead(Head):
         adaptive_k: bool = False,
         prior: str = "learned",
         index: str = "auto",
+        recall: float = RECALL,
         bank_cap: int | None = None,
         bank_evict: str = EVICTIONS[0],
         neighbor_sample: float = 1.0,
@@ -67,7 +69,7 @@ class NeighborHead(Head):
         self.ks = whole_numbers("k_eval", k_eval) or (k_train,)  # one decides; several are a sweep beside k_train
         self.ensemble = whole_numbers("k_ensemble", k_ensemble)
         self.adaptive_k, self.prior_kind = adaptive_k, one_of("prior", prior, ("learned", "constant"))
-        self.bank_options = {"kind": index, "cap": bank_cap, "evict": bank_evict}
+        self.bank_options = {"kind": index, "recall": recall, "cap": bank_cap, "evict": bank_evict}
         self.neighbor_sample, self.label_smoothing = neighbor_sample, label_smoothing
         self.contrastive_weight, self.contrastive_form = contrastive_weight, contrastive_form
         self.contrastive = {"hard_negatives": hard_negatives}

@@ -110,6 +110,7 @@ def without_effect(values: Mapping[str, Any], data: Data) -> list[tuple[str, dic
     of_head |= default(["baselines"] if head.wants_bank else ["lr_projection"])
     found += [(f"--head {values['head']}", of_head | default([] if head.learned else ["lr_attention"]))]
     found += [("--embed_dim 0", default(["lr_projection"]))] if not projects(values) else []
+    found += [(f"--index {values['index']}", default(["recall"]))] if values["index"] in ("flat", "ip") else []
     found += [("a bank without --bank_cap", default(["bank_evict"]))] if not values["bank_cap"] else []
     if frozen(values) and not projects(values):  # a contrastive loss could move nothing
         found += [("a frozen backbone with --embed_dim 0", {"contrastive_weight": 0.0, **default(CONTRASTIVE)})]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 import classifiers.approximate
 import classifiers.bank
 import native
-from classifiers.approximate import Proposer, centroids, check_kind, recipe
+from classifiers.approximate import Proposer, centroids, check_kind, least_effort, recipe
 from classifiers.bank import Bank
 from classifiers.faiss_library import load_faiss, silenced
 from classifiers.index import MISSING
@@ -58,7 +59,7 @@ def test_named_kinds_at_any_size(kind, dim):
 
 def test_under_full_lists_are_masked():
     """One row a list, and few lists looked at: fewer than k are found. FAISS says -1, the bank masks."""
-    bank = Bank(3, kind="IVF64,Flat")
+    bank = Bank(3, kind="IVF64,Flat", recall=0.1)
     generator = torch.Generator().manual_seed(0)
     bank.add(torch.randn(97, 3, generator=generator), torch.ones(97, dtype=torch.long))
     found = bank.search(torch.randn(11, 3, generator=generator), 90)
@@ -86,6 +87,60 @@ def test_approximate_kinds_follow_what_is_written(kind):
         found = bank.search(queries, 11)
         assert torch.isin(found.index, bank.ids).all()
         assert all(len(row.unique()) == 11 for row in found.index)  # a slot's entries of earlier rows are dead
+
+
+def in_clusters(rows: int, dim: int, seed: int) -> torch.Tensor:
+    centers = torch.randn(29, dim, generator=torch.Generator().manual_seed(0)) / 2
+    generator = torch.Generator().manual_seed(seed)
+    return F.normalize(centers[torch.arange(rows) % 29] + 0.5 * torch.randn(rows, dim, generator=generator), dim=1)
+
+
+@pytest.mark.parametrize("kind", ["IVF40,Flat", "PCA13,IVF40,Flat", "HNSW4", "PCA13,HNSW4"])
+def test_how_much_a_search_looks_at_follows_from_measured_recall(kind, capfd):
+    """New rows find as much; who wants more looks at more; for another k it is measured anew."""
+    rows, queries = in_clusters(2003, 13, 1), in_clusters(301, 13, 2)
+    efforts = []
+    for wanted in (0.5, 0.9, 0.99):
+        bank = Bank(13, kind=kind, recall=wanted)
+        bank.add(rows, torch.zeros(len(rows), dtype=torch.long))
+        found = bank.search(queries, 7)
+        flat = Bank(13, kind="flat")
+        flat.add(rows, torch.zeros(len(rows), dtype=torch.long))
+        nearest = flat.search(queries, 7)
+        recall = (found.index[:, :, None] == nearest.index[:, None]).any(2).float().mean()
+        assert recall >= wanted - 0.03, recall
+        bank.search(queries[:5], 3)
+        assert bank._proposer is not None
+        assert set(bank._proposer.efforts) == {7, 3}
+        efforts.append(bank._proposer.efforts[7])
+    said = capfd.readouterr().err
+    assert all(said.count(f"index: {kind} looks at {effort} of ") for effort in efforts)
+    assert efforts == sorted(efforts)
+    assert efforts[0] < efforts[2] < (40 if "IVF" in kind else 400)
+
+
+def test_codes_too_coarse_for_the_recall_are_said(capfd):
+    bank = Bank(13, kind="IVF8,PQ13x1")
+    bank.add(in_clusters(2003, 13, 1), torch.zeros(2003, dtype=torch.long))
+    bank.search(in_clusters(5, 13, 2), 7)
+    said = capfd.readouterr().err
+    assert re.search(r"looks at \d of 8 lists for 7 neighbors \(recall 0\.\d+ on 500 rows of the bank, not 0\.99: more would", said)
+
+
+@pytest.mark.parametrize(
+    ("recall", "wanted", "least", "most", "effort"),
+    [
+        (lambda e: e / 100, 0.5, 1, 100, 52),  # found within an eighth: 32, 64, 48, 56, 52
+        (lambda e: e / 100, 0.0, 1, 100, 1),
+        (lambda e: e / 100, 0.02, 1, 100, 2),
+        (lambda e: 1.0, 0.99, 7, 9, 7),
+        (lambda e: e / 100, 1.0, 1, 100, 100),
+        (lambda e: min(e, 10) / 100, 0.9, 1, 100, 10),  # 11 and more give the same
+        (lambda e: 0.3, 0.9, 1, 1, 1),
+    ],
+)
+def test_least_effort(recall, wanted, least, most, effort):
+    assert least_effort(recall, wanted, least, most) == (effort, recall(effort))
 
 
 def test_auto_says_what_it_chose(monkeypatch, capsys):
@@ -130,7 +185,9 @@ def test_few_rows_are_said_once_and_not_by_faiss(kind, capfd):
     bank = Bank(16, kind=kind)
     bank.add(torch.randn(300, 16, generator=torch.Generator().manual_seed(0)), torch.arange(300) % 3)
     assert bank.search(torch.zeros(2, 16), 5).mask.any()
-    assert capfd.readouterr() == ("", "")
+    said = capfd.readouterr().err
+    assert said.startswith(f"index: {kind} looks at")
+    assert len(said.splitlines()) == 1
     os.write(2, b"heard again")
     assert capfd.readouterr().err == "heard again"
 

@@ -212,7 +212,7 @@ def test_what_is_packed_keeps_its_names():
         "birth": [1, 2, 3],
     }
     shapes = {"embedding": [3, 1], "label": [3], "id": [3], "birth": [3]}
-    assert rest == {"dim": 1, "kind": "auto", "cap": 3, "evict": "fifo", "_next_id": 8, "_next_birth": 4, "shapes": shapes}
+    assert rest == {"dim": 1, "kind": "auto", "recall": 0.99, "cap": 3, "evict": "fifo", "_next_id": 8, "_next_birth": 4, "shapes": shapes}
     bank.add([[5.0]], [0])
     assert rows["embedding"].tolist() == [[2.0], [3.0], [4.0]]  # a copy
 

@@ -43,9 +43,9 @@ def test_a_run_through_an_approximate_index(index: str, text: str, monkeypatch: 
     asked: set[str] = set()
     propose = banks.Proposer.propose
 
-    def watched(proposer: banks.Proposer, queries: Tensor, count: int, live: int) -> Tensor:
+    def watched(proposer: banks.Proposer, queries: Tensor, count: int, live: int, effort: int) -> Tensor:
         asked.add(proposer.text)
-        return propose(proposer, queries, count, live)
+        return propose(proposer, queries, count, live, effort)
 
     monkeypatch.setattr(banks.Proposer, "propose", watched)
     folder = tmp_path / "run"

@@ -15,9 +15,9 @@ from classifiers.index import MISSING
 from utils import BadOption, did_you_mean, say, shortened
 
 KINDS = ("auto", "flat", "ip", "hnsw", "ivf", "ivfpq")
-# auto is flat as long as 10,000 queries take a minute. Products of numbers that two cores do in a second, and how many dimensions more would
-# take as long as what a scan does beside them (keeping the nearest): compiled code with AVX-512 (one core: 0.18, 0.54 and 2.0 ns for a query
-# and a row of 16, 64 and 256 dimensions), FAISS.
+# auto is flat as long as 10,000 queries take a minute. Products of numbers that two cores do in a second, and how many dimensions more
+# would take as long as what a scan does beside them (keeping the nearest): compiled code with AVX-512 (one core: 0.18, 0.54 and 2.0 ns
+# for a query and a row of 16, 64 and 256 dimensions), FAISS.
 COMPILED, FAISS = (250_000_000_000, 8), (20_000_000_000, 32)
 MINUTE, QUERIES = 60, 10_000
 SMALLEST_INDEX = 256  # rows, below which the named approximate kinds look at every row

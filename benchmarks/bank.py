@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import native
 from benchmarks.faiss_apart import Apart, draws
-from benchmarks.machine import has_avx512
 from benchmarks.timing import Ask, Group, Side, Watch
 from classifiers.bank import Bank
+from classifiers.faiss_library import AVX512, CORETYPE
 
 PART, K, CLASSES, QUERIES = "bank", 16, 10, 512
 INSTALLED, BEST = "FAISS as installed", "FAISS at its best"
-CORE_TYPE = "OPENBLAS_CORETYPE"
 KINDS = ("flat", "ip", "hnsw", "ivf")
 
 
@@ -98,19 +98,19 @@ def searching(ask: Ask, sizes: Sizes, what: str, x: Tensor, labels: Tensor) -> I
             ends.callback(process.end)
             sides[name] = partial(told, process)
         setting = f"{len(x):,} {what} of {x.shape[1]} dimensions, k = {K}, {queries} queries at a time"
-        notes = {BEST: f"{CORE_TYPE}={best_core()}"}
+        notes = {BEST: f"{CORETYPE}={best_core()}"}
         effort = ask.effort(sizes.rounds, sizes.seconds)
         yield Group(PART, setting, ("search",), (INSTALLED,), sides, effort, facts=facts_of(x), absent=absent, notes=notes, memory=False)
 
 
 def best_core() -> str | None:
     """The kernels of FAISS's OpenBLAS for AVX-512. It does not know new AMD processors, and takes older ones for them."""
-    return "SkylakeX" if has_avx512() else None
+    return "SkylakeX" if set(native.processor().split()) >= AVX512 else None
 
 
 def environment(core: str, threads: int) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name != CORE_TYPE}
-    return {**kept, "OMP_NUM_THREADS": str(threads), **({CORE_TYPE: core} if core else {})}
+    kept = {name: value for name, value in os.environ.items() if name != CORETYPE}
+    return {**kept, "OMP_NUM_THREADS": str(threads), **({CORETYPE: core} if core else {})}
 
 
 def told(process: Apart, watch: Watch) -> None:

@@ -60,7 +60,8 @@ def bench(typed: Typed) -> None:
         tables.append(table(group, found))
         print(f"\n{tables[-1]}", flush=True)
     facts["load_after"] = load()
-    text = json.dumps({"about": facts, "lines": [as_json(line) for line in lines]}, indent=1)
+    entries = ",\n".join(json.dumps(as_json(line), allow_nan=False) for line in lines)
+    text = f'{{"about": {json.dumps(facts)},\n"lines": [\n{entries}\n]}}'  # a line a figure
     if folder:
         files += write(folder, typed.what, facts, tables, lines)
     for path in files:

@@ -46,6 +46,7 @@ RIVALS: dict[str, Callable[[int, int], nn.Module]] = {
     "natten 1-D": rivals.NattenWindow,
     "local-attention 16": rivals.LocalWindows,
 }
+NOTES = {} if torch.cuda.is_available() else {"natten 1-D": "its CPU fallback"}  # what it has kernels for is CUDA
 PACKAGES = {"natten 1-D": "natten", "local-attention 16": "local-attention"}
 MAIN = (DENSE, "KvtAttention", "ConvNN depthwise", "ConvNN standard", "ConvNN random 32", "SampledKnn", "Neighborhood 7 x 7")
 COMPILED = (DENSE, "KvtAttention", "ConvNN depthwise")  # compiling one takes half a minute on a CPU
@@ -102,7 +103,7 @@ def group(ask: Ask, sizes: Sizes, tokens: int, dtype: str, mode: str) -> Group:
     setting = f"{tokens} tokens, {images} images, {DIM} channels, {HEADS} heads, K = {K}, {dtype}, {mode}"
     facts = {"tokens": tokens, "images": images, "dtype": dtype, "mode": mode}
     effort = ask.effort(sizes.rounds, sizes.seconds)
-    return Group(PART, setting, (FORWARD, BOTH), (DENSE,), sides, effort, ask.device, facts, absent)
+    return Group(PART, setting, (FORWARD, BOTH), (DENSE,), sides, effort, ask.device, facts, absent, NOTES)
 
 
 def fits(name: str, grid: tuple[int, int]) -> bool:

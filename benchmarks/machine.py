@@ -53,13 +53,6 @@ def processor() -> str:
     return next(named, platform.processor() or platform.machine())
 
 
-def has_avx512() -> bool:
-    try:
-        return " avx512f " in Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-
-
 def version_of(package: str) -> str | None:
     try:
         return metadata.version(package)

@@ -67,11 +67,16 @@ def _row(cells: Sequence[str], widths: Sequence[int]) -> str:
     return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
 
 
+def rounded(spread: Spread) -> dict[str, float]:
+    return {name: float(f"{value:.5g}") for name, value in spread._asdict().items()}
+
+
 def as_json(line: Line) -> dict[str, Any]:
     target = target_of(line)
     return {
-        **{name: getattr(line, name) for name in ("part", "setting", "name", "phase", "base", "rounds", "peak_mb", "note", "facts")},
-        "ratio": line.ratio._asdict(),
-        "seconds": line.seconds._asdict(),
+        **{name: getattr(line, name) for name in ("part", "setting", "name", "phase", "base", "rounds", "note", "facts")},
+        "peak_mb": None if line.peak_mb is None else round(line.peak_mb, 1),
+        "ratio": rounded(line.ratio),
+        "seconds": rounded(line.seconds),
         "target": None if target is None else {"most": target.most, "of": "seconds" if target.in_seconds else "ratio"},
     }

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import native
 from benchmarks.faiss_apart import Apart, draws
 from benchmarks.timing import Ask, Group, Side, Watch
 from classifiers.bank import Bank
 from classifiers.faiss_library import AVX512, CORETYPE
+from layers.compiled import native
 
 PART, K, CLASSES, QUERIES = "bank", 16, 10, 512
 INSTALLED, BEST = "FAISS as installed", "FAISS at its best"

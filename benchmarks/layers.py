@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import layers
-import native
 from benchmarks import rivals
 from benchmarks.rivals import SAMPLED, WINDOW, K
 from benchmarks.targets import BOTH, FORWARD
 from benchmarks.timing import Ask, Group, Side, Watch
+from layers.compiled import native
 
 PART, DIM, HEADS, PREFIX = "layers", 192, 3, 1
 DENSE = "Attention (SDPA)"

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-import native
 from benchmarks.timing import Ask
 from evaluation.cost import load
+from layers.compiled import native
 from run.provenance import git_state, versions
 
 SET = (

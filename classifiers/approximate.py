@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import native
 from classifiers.factory import check_factory
 from classifiers.faiss_library import load_faiss, silenced
 from classifiers.index import MISSING
+from layers.compiled import native
 from utils import BadOption, did_you_mean, say, shortened
 
 KINDS = ("auto", "flat", "ip", "hnsw", "ivf", "ivfpq")

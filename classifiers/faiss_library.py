@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import native
+from layers.compiled import native
 from utils import say
 
 CORETYPE = "OPENBLAS_CORETYPE"

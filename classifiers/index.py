@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import native
 from classifiers.faiss_library import load_faiss, pointers
+from layers.compiled import native
 from utils import BadOption
 
 MISSING = -1  # index of a neighbor that does not exist

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-import native
+from layers.compiled import native
 from layers.dense import densely
 
 # NumPy sorts keys that sit in the second-level cache three times as fast as those that do not: 2**17 keys are 1 MB.

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-import native
 from layers import kernels
+from layers.compiled import native
 from layers.functional import say_once
 
 

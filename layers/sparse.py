@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import native
 from layers import functional as L
 from layers.base import TokenMixer
+from layers.compiled import native
 from utils import BadOption, one_of, whole_number
 
 FEW = 6  # a row whose list is shorter than a sixth of the tokens is faster to gather than to compute densely under a mask

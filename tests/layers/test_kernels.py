@@ -1,5 +1,10 @@
 """The operators on neighbor lists against loops."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -137,3 +142,32 @@ def test_a_flop_counter_sees_the_operators() -> None:
         nearest(random(G, N, D), random(G, 13, D), 4, None)
         bag(random(G, 13, D), index, weight)
     assert counter.get_total_flops() == 2 * G * N * 13 * D + 2 * G * N * 4 * D
+
+
+WITHOUT = """
+import sys
+sys.modules["native"] = None  # as where the folder is not there
+import torch
+from classifiers.bank import Bank
+from layers import LAYERS, build
+for name in LAYERS:
+    x = torch.randn(2, 17, 12, requires_grad=True)
+    build(name, dim=12, num_heads=3, grid=(4, 4), num_prefix_tokens=1)(x).sum().backward()
+bank = Bank(4)
+bank.add(torch.eye(4), torch.arange(4), torch.arange(4))
+assert bank.search(torch.eye(4), 1).index.flatten().tolist() == [0, 1, 2, 3]
+"""
+
+
+def test_everything_works_where_native_is_not_there(tmp_path: Path) -> None:
+    root = Path(__file__).parent.parent.parent
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("kernels: torch (native/ is not there)") == 1

@@ -41,7 +41,7 @@ ARMS = {"linear": ["--head", "linear"]} | {
 }
 RAMPED = {"linear, dropout_ramp": ["--head", "linear", "--dropout_ramp"]}  # heads over neighbors have it by default
 FASHION = ["--config", str(RECIPES / "neighbors_fashion.yaml"), "--dropout", ".1"]
-CIFAR = ["--model", "timm/resnet18", "--num_epochs", "4", "--batch_size", "64", "--lr", "1e-3", "--augment", "--use_amp"]
+CIFAR = ["--model", "timm/resnet18", "--num_epochs", "4", "--batch_size", "64", "--lr", "1e-3", "--augment", "--use_amp", "--resize", "16"]
 
 
 class Cell(NamedTuple):

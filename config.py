@@ -98,7 +98,7 @@ class LayerOptions:
 class HeadOptions:
     head: str = flag("linear", "classifier on the features: linear, knn, attn-knn, linear+knn, linear+attn-knn")
     embed_dim: int | None = flag(None, "size of an embedding; 0: the features (default: 256; knn: 0)", rule=at_least(0))
-    standardize: bool = later("features to mean 0, variance 1 before a projection (default: where there is one)")
+    standardize: bool = later("features to mean 0, variance 1 before they are embedded (default: where something is learned from it)")
     vote: str = flag("softmax-cosine", "how the neighbors of knn vote: uniform, distance, softmax-cosine")
     k_train: int = later("neighbors in training (default: 16; 20 for softmax-cosine, as DINO)", rule=at_least(1))
     attention_heads: int = flag(4, "heads of the attention over neighbors", rule=at_least(1))
@@ -122,7 +122,9 @@ class HeadOptions:
     contrastive_temperature: float = flag(0.1, "its temperature", rule=above(0))
     contrastive_margin: float = flag(0.5, "its margin, a cosine", rule=(lambda v: -1 <= v <= 1, "must be between -1 and 1"))
     hard_negatives: float = flag(0.0, "how much near rows of other classes weigh in it", rule=at_least(0))
-    proxy_weight: float = flag(3.0, "weight of a cross-entropy over one learned vector a class, for the features", rule=at_least(0))
+    proxy_weight: float = later(
+        "weight of a cross-entropy over a learned vector a class (default: 3 for timm from scratch, or 0)", rule=at_least(0)
+    )
     entropy_reg: float = flag(0.0, "weight of keeping the attention from resting on few neighbors", rule=at_least(0))
     views: int = flag(4, "augmented views of each row with --freeze_backbone --augment", rule=at_least(1))
 
@@ -337,8 +339,8 @@ def with_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def of_saved_run(values: Mapping[str, Any]) -> dict[str, Any]:
     """The whole configuration of a run, by today's names. An option that is newer than the run has the value that says what it did."""
-    then = {"standardize": False, "dropout_ramp": False, "keep_duplicates": True, "split_seed": values["seed"]}
-    return then | ({} if values.get("head") == "linear" else {"proxy_weight": 0.0}) | with_new_names(values)
+    then = {"standardize": False, "dropout_ramp": False, "keep_duplicates": True, "split_seed": values["seed"], "proxy_weight": 0.0}
+    return then | with_new_names(values)
 
 
 def parse(name: str, value: Any) -> Any:

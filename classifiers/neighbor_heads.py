@@ -57,7 +57,7 @@ class NeighborHead(Head):
         contrastive_temperature: float = 0.1,
         contrastive_margin: float = 0.5,
         hard_negatives: float = 0.0,
-        proxy_weight: float = 3.0,
+        proxy_weight: float = 0.0,
         label_smoothing: float = 0.0,
         dropout: float = 0.0,
     ) -> None:

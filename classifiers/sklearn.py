@@ -94,7 +94,6 @@ class NeighborClassifier(ClassifierMixin, BaseEstimator):
             attention_heads=heads,
             k_train=k,
             contrastive_weight=self.contrastive_weight if self.embed_dim else 0.0,
-            proxy_weight=0.0,
         )
         self._standardize(x[rows])
         optimizer = torch.optim.AdamW([p for p in self.head_.parameters() if p.requires_grad], self.learning_rate, weight_decay=1e-4)

@@ -20,6 +20,9 @@ MOST_ROWS = 100_000  # of a training split that gets baselines unasked
 # NOTE: attention over neighbors starts as a good vote, by cosine. At --lr 2e-3 with MixUp it grew sure of itself faster than the embedding
 # grew better, and the embedding then shrank to few directions: 91.9 % on digits after 15 epochs; at 5e-4 96.9 % (linear head: 96.1 %).
 ATTENTION_LR = 5e-4
+# NOTE: measured on a ResNet from random weights, 284 steps (docs/results.md): votes taught it too slowly, and its features, standardized,
+# found worse neighbors. A small ViT learns more from votes alone.
+PROXIES = 3.0
 DEFAULTS = {name: f.default for name, f in flags.FIELDS.items() if name in flags.TOPIC_OF and f.default is not dataclasses.MISSING}
 
 SIZES = ("patch_size", "num_layers", "num_heads", "d_hidden", "d_mlp")  # a timm model has its own
@@ -58,7 +61,10 @@ def with_defaults(given: Mapping[str, Any], shape: tuple[int, ...], summary: Map
     values.setdefault("k_train", DINO_K if "vote" in known and weights_name(values) == "softmax-cosine" else DEFAULT_K)
     if head.learned and values["lr_attention"] is None and values["optimizer"] != "sgd":
         values["lr_attention"] = min(values["lr"], ATTENTION_LR)
-    values.setdefault("standardize", wants_bank and projects(values))  # without a projection, features stay as they are
+    fresh = values["model"].startswith("timm/") and not (values["pretrained"] or frozen(values))
+    values.setdefault("proxy_weight", PROXIES if wants_bank and fresh else 0.0)
+    learns = not (frozen(values) or values["proxy_weight"])
+    values.setdefault("standardize", wants_bank and (projects(values) or learns))
     values.setdefault("dropout_ramp", wants_bank)
     values.setdefault("baselines", summary["train"] <= MOST_ROWS)
     return values

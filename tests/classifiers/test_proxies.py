@@ -28,7 +28,7 @@ def test_loss_by_hand() -> None:
 def test_they_draw_features_apart_where_votes_and_pairs_teach_nothing() -> None:
     """Rows of one class each: no positive pair, and the only neighbors are of other classes."""
     torch.manual_seed(0)
-    backbone, head = nn.Linear(5, 11), KnnHead(11, 7, contrastive_weight=0.0)
+    backbone, head = nn.Linear(5, 11), KnnHead(11, 7, contrastive_weight=0.0, proxy_weight=3.0)
     assert head.proxies is not None
     x, target = torch.randn(7, 5), torch.arange(7)
     optimizer = torch.optim.Adam([*backbone.parameters(), *head.parameters()], lr=0.01)
@@ -43,4 +43,6 @@ def test_they_draw_features_apart_where_votes_and_pairs_teach_nothing() -> None:
 
 
 def test_without_weight_there_are_none() -> None:
-    assert KnnHead(5, 3, proxy_weight=0.0).proxies is None
+    assert KnnHead(5, 3).proxies is None
+    head = KnnHead(5, 3, proxy_weight=2.0)
+    assert {head.part_of(name) for name, _ in head.named_parameters() if name.startswith("proxies")} == {"head"}

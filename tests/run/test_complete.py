@@ -14,7 +14,7 @@ from config import Config
 from evaluation import tables
 from inputs.rows import Data
 from inputs.yaml_file import read_yaml
-from run.complete import complete
+from run.complete import complete, with_defaults
 from run.parts import load_data
 from utils import BadOption
 
@@ -235,3 +235,14 @@ def test_no_validation_rows_are_explained(capsys: pytest.CaptureFixture[str]) ->
     assert "calibrate: none (no validation rows)" in capsys.readouterr().err
     with pytest.raises(BadOption, match=r"patience needs validation rows \(--val_fraction 0.1 rounds to 0 of 20 rows"):
         completed(dataset=few, patience=2)
+
+
+def test_proxies_where_a_backbone_of_timm_starts_from_random_weights() -> None:
+    """And there, features that no projection follows are not standardized."""
+    heads = [("attn-knn", 3.0, True), ("knn", 3.0, False), ("linear", 0.0, False)]
+    for head, weight, standardize in heads:
+        fresh = with_defaults({"model": "timm/resnet18", "head": head}, (3, 32, 32), {"train": 100})
+        assert (fresh["proxy_weight"], fresh["standardize"]) == (weight, standardize)
+    for given, standardize in (({"freeze_backbone": True}, False), ({"pretrained": "hub"}, True), ({"model": "vit"}, True)):
+        values = with_defaults({"model": "timm/resnet18", "head": "knn", **given}, (3, 32, 32), {"train": 100})
+        assert (values["proxy_weight"], values["standardize"]) == (0.0, standardize)

@@ -135,11 +135,11 @@ def without_native(run: Side) -> Side:
     """The same with what torch and NumPy compute where there is no compiler."""
 
     def alone(watch: Watch) -> None:
-        takes = native.takes
-        native.takes = lambda *_: False
+        available = native.available
+        native.available = lambda: False
         try:
             run(watch)
         finally:
-            native.takes = takes
+            native.available = available
 
     return alone

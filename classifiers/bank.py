@@ -246,9 +246,7 @@ class Bank:
             self._proposer = Proposer(text, self.embeddings)
 
     def _exact(self, rows: Tensor, squared: Tensor, k: int, banned: Tensor) -> tuple[Tensor, Tensor]:
-        if self._lengths is None:
-            self._lengths = squared_lengths(self.embeddings)
-        inner, lengths = self.kind == "ip", self._lengths[: self._size]
+        inner, lengths = self.kind == "ip", self._row_lengths()
         slots, distance = torch.empty(len(rows), k, dtype=torch.long), torch.empty(len(rows), k)
         first = min(self._size, k + banned.shape[1] + SLACK)
         work = [(torch.arange(len(rows)), first, ROUNDING)]
@@ -257,10 +255,7 @@ class Bank:
             if len(todo) * count > PROPOSALS and len(todo) > 1:
                 work += [(half, count, rounding) for half in todo.chunk(2)]
                 continue
-            if rounding == ROUNDING:
-                score, found = scan(some_of(rows, todo), self.embeddings, lengths, count, inner)
-            else:
-                score, found = scan_in_float64(some_of(rows, todo), self.embeddings, count, inner)
+            score, found = self._scanned(some_of(rows, todo), count, rounding)
             slots[todo], distance[todo], last = self._ranked(some_of(rows, todo), found, k, some_of(banned, todo))
             if count == self._size or not len(todo):
                 continue
@@ -277,6 +272,17 @@ class Bank:
                 few = count == first and rounding == ROUNDING and FEW * len(undecided) <= len(todo)
                 work.append((undecided, min(self._size, 4 * count), ROUNDING if few else ROUNDING_64))
         return slots, distance
+
+    def _row_lengths(self) -> Tensor:
+        if self._lengths is None:
+            self._lengths = squared_lengths(self.embeddings)
+        return self._lengths[: self._size]
+
+    def _scanned(self, queries: Tensor, count: int, rounding: float) -> tuple[Tensor, Tensor]:
+        """Scores and slots (B, count) of the nearest rows, by looking at all of them; no other row has a better score than the last."""
+        if rounding == ROUNDING:
+            return scan(queries, self.embeddings, self._row_lengths(), count, self.kind == "ip")
+        return scan_in_float64(queries, self.embeddings, count, self.kind == "ip")
 
     def _approximate(self, rows: Tensor, squared: Tensor, k: int, banned: Tensor) -> tuple[Tensor, Tensor]:
         assert self._proposer is not None

@@ -10,17 +10,18 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from classifiers.approximate import ENOUGH, RECALL, Proposer
 from classifiers.bank import Bank
 from classifiers.faiss_library import load_faiss, silenced
-from classifiers.index import blocks, checked_rows, integers
+from classifiers.index import ROUNDING, blocks, checked_rows, integers, scan, scan_in_float64, squared_lengths
 from inputs import files
 from inputs.indexed import FORMAT, read_index, verify, write_index
 from utils import BadOption, one_of, say
@@ -65,9 +66,33 @@ class DiskBank(Bank):
     def _prepare(self) -> None:
         pass  # the lists are there
 
-    def _choose_effort(self, proposer: Proposer, k: int) -> None:
-        super()._choose_effort(proposer, k)
-        given_back(self._file)  # all rows were read
+    def _parts(self) -> Iterator[slice]:
+        """Of all rows; what was read of one is given back before the next."""
+        for part in blocks(self._size, PART // (4 * self.dim)):
+            yield part
+            given_back(self._file)
+
+    def _row_lengths(self) -> Tensor:
+        if self._lengths is None:
+            self._lengths = torch.cat([squared_lengths(self._rows[part]) for part in self._parts()])
+        return self._lengths
+
+    def _scanned(self, queries: Tensor, count: int, rounding: float) -> tuple[Tensor, Tensor]:
+        lengths = self._row_lengths()
+        found: list[tuple[Tensor, Tensor]] = []
+        for part in self._parts():
+            rows, few = self._rows[part], min(count, part.stop - part.start)
+            near = scan(queries, rows, lengths[part], few, False) if rounding == ROUNDING else scan_in_float64(queries, rows, few, False)
+            found = [*found, (near[0].double(), near[1] + part.start)]
+            scores, slots = (torch.cat(of_parts, 1) for of_parts in zip(*found, strict=True))
+            best = scores.topk(min(count, scores.shape[1]), largest=False)
+            found = [(best.values, slots.gather(1, best.indices))]
+        return found[0]
+
+    def _found(self, queries: Any, k: int, exclude: Any) -> tuple[Tensor, Tensor]:
+        found = super()._found(queries, k, exclude)
+        given_back(self._file)
+        return found
 
     def __reduce__(self) -> Any:
         return _opened, (self.folder, self.recall)
@@ -146,9 +171,13 @@ def _make_lists(folder: Path, rows: np.ndarray, text: str) -> None:
     lists = max(1, min(math.isqrt(count), count // ENOUGH))
     say(f"bank: {count:,} rows of {dim} to {lists:,} lists on disk")
     parts: list[str] = []
+    sample, every = [], max(1, count // (LEARNED * lists))
+    for at in blocks(count, PART // (4 * dim)):
+        sample.append(rows[at][::every].copy())
+        given_back(rows)
     with silenced(1):
         index = faiss.index_factory(dim, f"IVF{lists},{text}")
-        index.train(np.ascontiguousarray(rows[:: max(1, count // (LEARNED * lists))]))
+        index.train(np.concatenate(sample))
         for at in blocks(count, PART // (4 * dim)):
             index.add_with_ids(rows[at], np.arange(at.start, at.stop))
             parts.append(str(folder / f"{len(parts)}.part"))

@@ -39,7 +39,10 @@ def in_memory(rows: Tensor) -> Bank:
     return bank
 
 
-def test_without_codes_it_is_exact(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", [7, 500, 10_000])
+def test_without_codes_it_is_exact(part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are read in parts, the last of which may have fewer than are wanted."""
+    monkeypatch.setattr(classifiers.disk_bank, "PART", part * 4 * DIM)
     rows = in_clusters(ROWS, 1)
     rows[100:140] = rows[100]
     bank, queries = build_bank(tmp_path, DIM, stream(rows), codes="none"), rows[80:180]

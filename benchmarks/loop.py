@@ -1,6 +1,6 @@
 """Our loop against a bare one, and our image pipeline against torchvision's. Prints ratios measured in one interleaved run.
 
-    python benchmarks/loop.py [--repeats 7] [--quick]
+python benchmarks/loop.py [--repeats 7] [--quick]
 """
 
 from __future__ import annotations

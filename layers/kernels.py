@@ -176,9 +176,7 @@ def _(v: Tensor, index: Tensor, weight: Tensor) -> Tensor:
     return _new_rows_first(v, index.shape[-2], v.shape[-1])
 
 
-@torch.library.custom_op(
-    "neighbors::spread", mutates_args=(), schema="(Tensor x, Tensor index, Tensor weight, SymInt columns) -> Tensor"
-)
+@torch.library.custom_op("neighbors::spread", mutates_args=(), schema="(Tensor x, Tensor index, Tensor weight, SymInt columns) -> Tensor")
 def spread(x: Tensor, index: Tensor, weight: Tensor, columns: int) -> Tensor:
     """`bag` transposed: what each column gets from the rows x (..., N, D) that point to it, (..., M, D)."""
     if native.takes(x, weight):

@@ -32,9 +32,7 @@ class MaskedAttention(TokenMixer):
 class SparseAttention(MaskedAttention):
     """Attention over all tokens, over a local window, or over every n-th token (strided)."""
 
-    def __init__(
-        self, dim: int, num_heads: int = 8, *, sparse_mode: str = "local", sparse_context_window: int = 49, **base: Any
-    ) -> None:
+    def __init__(self, dim: int, num_heads: int = 8, *, sparse_mode: str = "local", sparse_context_window: int = 49, **base: Any) -> None:
         super().__init__(dim, num_heads, **base)
         one_of("sparse_mode", sparse_mode, ("all", "local", "strided"))
         whole_number("sparse_context_window", sparse_context_window, 1)

@@ -18,6 +18,7 @@ from classifiers.bank import Bank
 from config import FREE_IN_RESUME
 from inputs import indexed, store
 from inputs.store import INDEX, Owner
+from ranks import here
 from training import older
 from utils import BadOption
 
@@ -80,6 +81,14 @@ class Checkpoints:
         best: tuple[Mapping[str, Mapping[str, Tensor]], Mapping[str, Any]] | None = None,
     ) -> None:
         """`groups` and `facts` of the last epoch, and of the best one if it is a new one."""
+        here().on_first(lambda: self._save(groups, facts, best))
+
+    def _save(
+        self,
+        groups: Mapping[str, Mapping[str, Tensor]],
+        facts: Mapping[str, Any],
+        best: tuple[Mapping[str, Mapping[str, Tensor]], Mapping[str, Any]] | None,
+    ) -> None:
         if best is not None:
             self.best_index = store.stage(self.best, best[0], {**best[1], "run": self.run}, self.owner)
         kept = {"run": self.run, "best": self.best_index, "lines": self.lines[-LINES:]}

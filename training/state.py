@@ -10,10 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from classifiers.bank import Bank
 from classifiers.classifier import Classifier, amp_dtype
 from config import Config
+from inputs.rows import Batch
+from ranks import here
 from training import checkpoint
 from training.checkpoint import Checkpoints
 from training.optimizer import Average, DropoutRamp, Schedule, make_optimizer
@@ -63,6 +66,17 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+class Loss(nn.Module):
+    """A batch to its loss terms, as a module: what averages gradients sees only `forward`."""
+
+    def __init__(self, model: Classifier) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        return self.model.loss(batch)
+
+
 class TrainingState:
     """Everything that training changes: weights, their average, optimizer, schedule, loss scale, bank, place."""
 
@@ -76,6 +90,7 @@ class TrainingState:
         self.ema = copy.deepcopy(model).requires_grad_(False) if self.options.ema_decay else None
         self.average = Average(self.ema, model) if self.ema is not None else None
         self.bank: Bank | None = None  # that training votes with
+        self.loss = here().wrapped(Loss(model))
         self.scaler = torch.amp.GradScaler(device.type, enabled=model.use_amp and amp_dtype(device) is torch.float16)
         if config.system.use_compiled:
             model.backbone.compile(mode=config.system.compile_mode)

@@ -199,9 +199,7 @@ def never(*_: Tensor) -> bool:
 
 @pytest.mark.parametrize("depthwise", [True, False])
 @pytest.mark.parametrize(("m", "K"), [(13, 4), (197, 9), (1025, 3)])
-def test_with_and_without_it_outputs_and_gradients_are_the_same(
-    m: int, K: int, depthwise: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_and_without_it_outputs_and_gradients_are_the_same(m: int, K: int, depthwise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     D, E = 20, 6
     found = []
     for there in (True, False):

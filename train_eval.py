@@ -1,8 +1,8 @@
 """The loop: train, evaluate, checkpoint, resume. It reads from top to bottom.
 
 A classifier is a backbone (images or rows to features) and a head (features to a loss, or to log-probabilities); the loop knows
-neither what attention is nor which head it trains. Order, augmentation, noise and MixUp follow from (seed, epoch, row or batch).
-Dropout, random candidates of a layer and `--neighbor_sample` draw from torch's running generator, whose state is saved.
+neither what attention is nor which head it trains. Everything random follows from the seed, the epoch and the row (order, augmentation,
+noise, dropout) or the batch (MixUp, random candidates of a layer, `--neighbor_sample`); so a run that goes on needs no generator's state.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from config import Config
 from inputs.augmentation import mixup
 from inputs.batches import MIXUP, AnyBatches
 from inputs.rows import Batch
+from layers.dropout import drawing
 from layers.functional import full_precision
 from ranks import here
 from training.bank import BankRefresher
@@ -95,7 +96,8 @@ def step(state: TrainingState, group: list[Batch]) -> None:
         # Forward, on rows that were mixed with others of their batch.
         draw = fold_in(state.seed, MIXUP, place.epoch, place.batch)
         batch = mixup(batch, model.num_classes, options.mixup_alpha, options.cutmix_alpha, draw)
-        with here().during(state.loss, counts=batch.counts, last=number == len(group)):
+        drawn = drawing(state.seed, place.epoch, place.batch, batch.index)
+        with here().during(state.loss, counts=batch.counts, last=number == len(group)), drawn:
             terms = state.loss(batch)
             losses = torch.stack(list(terms.values()))
             # Backward. A row counts the same in a small last batch, and on each of several processes, whose gradients are averaged.

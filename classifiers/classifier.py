@@ -14,6 +14,7 @@ from classifiers.predictors import Predictor
 from classifiers.retrieved import Retrieved
 from inputs.batches import AnyBatches
 from inputs.rows import Batch
+from layers.dropout import drop_by_rows
 from layers.functional import full_precision
 from ranks import here
 from utils import Diverged, wrong_return
@@ -30,6 +31,7 @@ class Classifier(nn.Module):
         super().__init__()
         self.backbone, self.head = backbone, head
         self.num_classes, self.facts, self.use_amp = num_classes, facts, use_amp
+        drop_by_rows(self)
         self.calibrated: Predictor | None = None  # None: the classifier answers as it was trained
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:

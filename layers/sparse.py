@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from layers import functional as L
 from layers.base import TokenMixer
+from layers.dropout import attention
 from utils import BadOption, one_of, whole_number
 
 
@@ -26,7 +26,7 @@ class MaskedAttention(TokenMixer):
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mask = self.mask(q.shape[2], q.device)  # (N, N)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=self.attention_dropout)
+        return attention(q, k, v, mask=mask, dropout=self.attention_dropout)
 
 
 class SparseAttention(MaskedAttention):

@@ -123,8 +123,7 @@ class TrainingState:
     def save(self, checkpoints: Checkpoints, best: tuple[dict[str, Any], dict[str, Any]] | None = None) -> None:
         """Everything needed to go on as if never stopped, and `best` if this epoch is."""
         tensors, optimizer = checkpoint.pack_optimizer(self.optimizer)
-        random_tensors, random = checkpoint.pack_rng()
-        groups = {"model": self.model.state_dict(), "training": {**tensors, **random_tensors}}
+        groups = {"model": self.model.state_dict(), "training": tensors}
         if self.ema is not None:
             groups["ema"] = self.ema.state_dict()
         banks, bank_facts = checkpoint.pack_bank(self.bank)
@@ -133,7 +132,6 @@ class TrainingState:
             "optimizer": optimizer,
             "schedule": self.schedule.state_dict(),
             "scaler": self.scaler.state_dict(),
-            "random": random,
         }
         facts = {**self.model.facts, "epoch": self.place.epoch, "seconds": self.place.seconds, "training": training}
         checkpoints.save(groups | banks, facts | bank_facts, best)
@@ -162,4 +160,3 @@ class TrainingState:
         self.scaler.load_state_dict(training["scaler"])
         vars(self.place).update(vars(place))
         self.bank = Bank.unpack(tensors["bank"], facts["bank"]) if "bank" in tensors else None
-        checkpoint.unpack_rng(tensors["training"], training["random"])  # last: nothing after it draws

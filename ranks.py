@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -133,7 +135,8 @@ class Ranks(Alone):
 
     def wrapped(self, module: nn.Module) -> nn.Module:
         self.has_norms = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
-        warnings.filterwarnings("ignore", "Grad strides do not match")  # of a class token, (1, 1, C): nothing that would be slower
+        for harmless in ("Grad strides do not match", "`broadcast_buffers` is deprecated"):  # of a class token; for another name
+            warnings.filterwarnings("ignore", harmless)
         return DistributedDataParallel(module, broadcast_buffers=False)  # buffers are alike: statistics are of all rows
 
     @contextlib.contextmanager
@@ -215,24 +218,33 @@ class Ranks(Alone):
             self.store.set(f"ended/{self.rank}", words)
             if self.rank and not isinstance(error, Stopped | KeyboardInterrupt):
                 end = time.monotonic() + GRACE / 2
-                while time.monotonic() < end and not self.store.check(["ended/0"]):
+                while time.monotonic() < end and not self._told("ended", 0):
                     time.sleep(0.05)
-                SPEAKS[0] = not self.store.check(["ended/0"]) or self.store.get("ended/0").decode() != words
+                SPEAKS[0] = self._told("ended", 0) != words
+
+    def _told(self, what: str, rank: int) -> str:
+        """What a process has left for the others; "" if nothing."""
+        return self.store.get(f"{what}/{rank}").decode() if self.store.check([f"{what}/{rank}"]) else ""
 
     def _who_is_lost(self, error: str) -> str:
         """NOTE: who hangs does not know that it does. So those that are left call each other, and who does not answer is the one."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends all when one has ended; here it is said which
         dist.distributed_c10d._abort_process_group()  # whoever waits for this process is freed, to answer too
         self.store.set(f"left/{self.rank}", "1")
-        others, end = set(range(self.world)) - {self.rank}, time.monotonic() + GRACE
-        while time.monotonic() < end and not all(self.store.check([f"left/{rank}"]) for rank in others):
+        others, end = [rank for rank in range(self.world) if rank != self.rank], time.monotonic() + GRACE
+        while time.monotonic() < end and not all(self._told("left", rank) or self._told("ended", rank) for rank in others):
             time.sleep(0.1)
-        lost = [rank for rank in sorted(others) if not self.store.check([f"left/{rank}"])]
-        if self.rank == min(set(range(self.world)) - set(lost)):
-            SPEAKS[0] = True  # the first may be the one that is lost
-        names = ", ".join(map(str, lost)) or "unknown"
-        words = [self.store.get(f"ended/{rank}").decode() for rank in lost if self.store.check([f"ended/{rank}"])]
-        why = "; ".join(words) or f"it ended, or gave no sign for {self.seconds:g} s (--timeout): {shortened(error, 120)}"
-        return f"error: lost process {names} of {self.world} ({why})"
+        lost = [rank for rank in others if not self._told("left", rank)]
+        why = "; ".join(filter(None, (self._told("ended", rank) for rank in lost)))
+        why = why or f"it ended, or gave no sign for {self.seconds:g} s (--timeout): {shortened(error, 120)}"
+        line = f"error: lost process {', '.join(map(str, lost))} of {self.world} ({why}); --resume goes on from the last checkpoint"
+        if not lost:
+            line = f"error: the {self.world} processes lost touch for {self.seconds:g} s (--timeout); all of them are still there"
+        SPEAKS[0] = self.rank == min(set(range(self.world)) - set(lost))  # the first may be the one that is lost
+        say(line)
+        SPEAKS[0] = False  # all else that is said of this end is a consequence
+        return line
 
 
 class _Sum(torch.autograd.Function):

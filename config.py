@@ -121,6 +121,9 @@ class HeadOptions:
     contrastive_temperature: float = flag(0.1, "its temperature", rule=above(0))
     contrastive_margin: float = flag(0.5, "its margin, a cosine", rule=(lambda v: -1 <= v <= 1, "must be between -1 and 1"))
     hard_negatives: float = flag(0.0, "how much near rows of other classes weigh in it", rule=at_least(0))
+    proxy_weight: float = flag(
+        1.0, "weight of a cross-entropy over one learned vector a class, near which embeddings are drawn", rule=at_least(0)
+    )
     entropy_reg: float = flag(0.0, "weight of keeping the attention from resting on few neighbors", rule=at_least(0))
     views: int = flag(4, "augmented views of each row with --freeze_backbone --augment", rule=at_least(1))
 
@@ -336,7 +339,8 @@ def with_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def of_saved_run(values: Mapping[str, Any]) -> dict[str, Any]:
     """The whole configuration of a run, by today's names. An option that is newer than the run has the value that says what it did."""
-    return {"standardize": False, "dropout_ramp": False, "keep_duplicates": True, "split_seed": values["seed"], **with_new_names(values)}
+    then = {"standardize": False, "dropout_ramp": False, "keep_duplicates": True, "split_seed": values["seed"]}
+    return then | ({} if values.get("head") == "linear" else {"proxy_weight": 0.0}) | with_new_names(values)
 
 
 def parse(name: str, value: Any) -> Any:

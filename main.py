@@ -218,7 +218,30 @@ def report(
     return make(Asked(runs or [], output_dir, plugin, data_path, device, watch, without_pictures))
 
 
-COMMANDS: tuple[Callable[..., Any], ...] = (list_, probe, explain, compare, report, predict, export, check)
+def bench(
+    WHAT: Annotated[str, typer.Argument(help="layers, models, loop, bank, heads, data, startup, or all of them", metavar="WHAT")] = "all",
+    quick: Annotated[bool, typer.Option("--quick", help="a first idea, in two minutes for all")] = False,
+    threads: Annotated[Text, typer.Option(help="that compute (default: all cores)", metavar="INT")] = None,
+    clock: Annotated[str, typer.Option(help="wall; or cpu, with --threads 1, where the machine is busy", metavar="TEXT")] = "wall",
+    device: Annotated[str, typer.Option(help="of layers, models and loop: auto, cpu, cuda", metavar="TEXT")] = "auto",
+    rounds: Annotated[Text, typer.Option(help="of each measurement (default: by part and time)", metavar="INT")] = None,
+    tokens: Annotated[Text, typer.Option(help="of layers: some of 65,197,785,1025,3137", metavar="LIST")] = None,
+    dtypes: Annotated[Text, typer.Option(help="of layers and models: float32,bfloat16", metavar="LIST")] = None,
+    modes: Annotated[Text, typer.Option(help="of layers: eager,compiled", metavar="LIST")] = None,
+    batch_size: Annotated[Text, typer.Option("--batch_size", help="images, of layers and models", metavar="INT")] = None,
+    checkpoint: Annotated[Text, typer.Option(help="RUN whose embeddings fill the bank", metavar="TEXT")] = None,
+    json: Annotated[Text, typer.Option(help="FILE for all figures", metavar="FILE")] = None,
+    output_dir: Annotated[Text, typer.Option("--output_dir", help="for WHAT.json, .md and .png", metavar="TEXT")] = None,
+) -> None:
+    """What things cost: each part measured beside named rivals in one run, ratios first."""
+    from benchmarks.bench import Typed
+    from benchmarks.bench import bench as measure
+
+    sizes = dict(tokens=tokens, dtypes=dtypes, modes=modes, batch_size=batch_size, rounds=rounds)
+    measure(Typed(WHAT, threads, clock, device, **sizes, checkpoint=checkpoint, json=json, output_dir=output_dir, quick=quick))
+
+
+COMMANDS: tuple[Callable[..., Any], ...] = (list_, probe, explain, compare, report, predict, export, check, bench)
 YES_NO = {"true", "false", "yes", "no", "on", "off"}
 
 

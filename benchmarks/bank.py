@@ -1,198 +1,174 @@
-"""What the bank costs on top of FAISS: time of a search and of a vote, memory while a bank is made, and what each kind of index gives.
-
-    python benchmarks/bank.py            50,000 rows of 256 numbers, k = 16, 512 queries at a time, 2 threads
-    python benchmarks/bank.py --quick    5,000 rows
-
-The rival is FAISS alone: `IndexFlatL2.search` or `faiss.knn`, whichever is faster. Each round times all sides once, in changing order,
-on the same queries; a figure is the median over rounds of what the round gave (a ratio or a difference), with the quartiles.
-"""
+"""The bank beside raw FAISS: searching, its kinds of index, and making it."""
 
 from __future__ import annotations
 
-import argparse
-import ctypes
+import contextlib
 import os
-import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from classifiers.neighbor_heads import AttnKnnHead
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as main.py has it
-
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from classifiers.bank import Bank, Neighbors
-from classifiers.index import load_faiss
-from inputs.memory import keep_memory
+from benchmarks.faiss_apart import Apart, draws
+from benchmarks.machine import has_avx512
+from benchmarks.timing import Ask, Group, Side, Watch
+from classifiers.bank import Bank
 
-DIM, K, CLASSES, QUERIES, THREADS, HEADS = 256, 16, 10, 512, 2, 4
-MEGABYTE = 1 << 20
+PART, K, CLASSES, QUERIES = "bank", 16, 10, 512
+INSTALLED, BEST = "FAISS as installed", "FAISS at its best"
+CORE_TYPE = "OPENBLAS_CORETYPE"
+KINDS = ("flat", "ip", "hnsw", "ivf")
 
 
-def clustered(rows: int) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class Sizes:
+    rows: int
+    dims: tuple[int, ...]
+    kinds: bool
+    queries: int = QUERIES
+    rounds: int = 25
+    seconds: float = 40
+
+
+FULL, QUICK = Sizes(50_000, (256, 64), kinds=True), Sizes(50_000, (256, 64), kinds=False)
+
+
+def clustered(rows: int, dim: int) -> tuple[Tensor, Tensor]:
     """Unit vectors around one center a class, and their classes: what a trained embedder gives."""
     generator = torch.Generator().manual_seed(0)
-    centers = torch.randn(CLASSES, DIM, generator=generator)
+    centers = torch.randn(CLASSES, dim, generator=generator)
     labels = torch.randint(CLASSES, (rows,), generator=generator)
-    return F.normalize(centers[labels] + torch.randn(rows, DIM, generator=generator), dim=1), labels
+    return F.normalize(centers[labels] + torch.randn(rows, dim, generator=generator), dim=1), labels
 
 
-def seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+def of_run(checkpoint: str) -> tuple[Tensor, Tensor]:
+    """The embeddings and classes in the bank of a trained run."""
+    from run import load
+    from utils import BadOption
+
+    retriever = load(checkpoint).retriever
+    if retriever is None or retriever.bank is None:
+        raise BadOption("checkpoint", "must be of a run with a bank (a head with neighbors, or baselines)", checkpoint)
+    return retriever.bank.embeddings.clone(), retriever.bank.labels.clone()
 
 
-def interleaved(sides: dict[str, Callable[[Tensor], object]], rows: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each side in each round, for QUERIES rows of the bank by their ids: other rows in each round."""
-    generator = torch.Generator().manual_seed(1)
-    taken: dict[str, list[float]] = {name: [] for name in sides}
-    names = list(sides)
-    for turn in range(rounds + 2):
-        ids = torch.randperm(rows, generator=generator)[:QUERIES]
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            taken[name].append(seconds(partial(sides[name], ids)))
-    return {name: values[2:] for name, values in taken.items()}  # the first two warm up
+def groups(ask: Ask, sizes: Sizes | None = None) -> Iterator[Group]:
+    sizes = sizes or (QUICK if ask.quick else FULL)
+    if ask.checkpoint:
+        x, labels = of_run(ask.checkpoint)
+        banks = [("embeddings of a trained run", x, labels)]
+    else:
+        banks = [("clustered unit vectors", *clustered(sizes.rows, dim)) for dim in sizes.dims]
+    for what, x, labels in banks:
+        yield from searching(ask, sizes, what, x, labels)
+    if sizes.kinds:
+        _, x, labels = banks[0]
+        yield kinds(ask, sizes, x, labels)
+        yield making(ask, sizes, x, labels)
 
 
-def line(what: str, values: Sequence[float], unit: str = "", wanted: str = "") -> None:
-    """The median with the quartiles (a single value stands alone), and what is wanted of it."""
-    figure = f"{statistics.median(values):.3f}"
-    if len(values) > 1:
-        low, _, high = statistics.quantiles(values, n=4)
-        figure += f" ({low:.3f} to {high:.3f})"
-    print(f"{what:<58} {figure + ' ' + unit:<38} {wanted}".rstrip())
+def facts_of(x: Tensor) -> dict[str, int]:
+    return {"rows": len(x), "dim": x.shape[1]}
 
 
-# ---------------------------------------------------------------- time
+# ---------------------------------------------------------------- searching
 
 
-def search_and_vote(rows: int, rounds: int) -> None:
-    faiss = load_faiss()
-    x, labels = clustered(rows)
-    bank = Bank(DIM, kind="flat")
+def searching(ask: Ask, sizes: Sizes, what: str, x: Tensor, labels: Tensor) -> Iterator[Group]:
+    """Ours leaves each query's own row out, and proves that what it found is the nearest; FAISS does neither."""
+    bank = Bank(x.shape[1], kind="flat")
     bank.add(x, labels)
-    index = faiss.IndexFlatL2(DIM)
-    index.add(x.numpy())
-    head = AttnKnnHead(DIM, CLASSES, embed_dim=0, attention_heads=HEADS, k_train=K).eval()
-    head.refresh(bank)
-
-    @torch.no_grad()
-    def vote(ids: Tensor) -> Tensor:
-        """What the head does with embeddings: search, attention, class means, prior."""
-        near = head.search(x[ids], K, ids)
-        log_probs: Tensor = head.predictor(head.block(x[ids], x[ids], near, ids))
-        return log_probs
-
-    taken = interleaved(
-        {
-            "IndexFlatL2.search": lambda ids: index.search(x[ids].numpy(), K),
-            "search": lambda ids: bank.search(x[ids], K, exclude=ids),
-            "faiss.knn": lambda ids: faiss.knn(x[ids].numpy(), x.numpy(), K),
-            "vote": vote,
-        },
-        rows,
-        rounds,
-    )
-    rival = min("IndexFlatL2.search", "faiss.knn", key=lambda name: statistics.median(taken[name]))
-    beyond = {name: [1e3 * (ours - raw) / QUERIES for raw, ours in zip(taken[rival], taken[name], strict=True)] for name in taken}
-    line(f"raw FAISS: {rival}", [1e3 * s / QUERIES for s in taken[rival]], "ms a query")
-    line("Bank.search", [1e3 * s / QUERIES for s in taken["search"]], "ms a query")
-    line("raw / Bank.search", [raw / ours for raw, ours in zip(taken[rival], taken["search"], strict=True)], "", "at least 0.95")
-    line("Bank.search beyond raw", beyond["search"], "ms a query")
-    line("search + attention + vote with its prior, beyond raw", beyond["vote"], "ms a query", "at most 0.05")
+    queries = min(sizes.queries, len(x))
+    sides: dict[str, Side] = {"Bank.search": by_ids(x, queries, lambda ids: bank.search(x[ids], K, exclude=ids))}
+    absent = {}
+    with contextlib.ExitStack() as ends:
+        folder = Path(ends.enter_context(tempfile.TemporaryDirectory()))
+        np.save(folder / "rows.npy", x.numpy())
+        for name, core in {INSTALLED: "", BEST: best_core()}.items():
+            if core is None:
+                absent[name] = "no AVX-512: what is installed is the best"
+                continue
+            process = Apart(folder / "rows.npy", K, queries, ask.threads, ask.clock, environment(core, ask.threads))
+            ends.callback(process.end)
+            sides[name] = partial(told, process)
+        setting = f"{len(x):,} {what} of {x.shape[1]} dimensions, k = {K}, {queries} queries at a time"
+        notes = {BEST: f"{CORE_TYPE}={best_core()}"}
+        effort = ask.effort(sizes.rounds, sizes.seconds)
+        yield Group(PART, setting, ("search",), (INSTALLED,), sides, effort, facts=facts_of(x), absent=absent, notes=notes, memory=False)
 
 
-def kinds(rows: int, rounds: int) -> None:
-    x, labels = clustered(rows)
-    banks = {kind: Bank(DIM, kind=kind) for kind in ("flat", "ip", "hnsw", "ivf")}
-    building = {}
-    for kind, bank in banks.items():
+def best_core() -> str | None:
+    """The kernels of FAISS's OpenBLAS for AVX-512. It does not know new AMD processors, and takes older ones for them."""
+    return "SkylakeX" if has_avx512() else None
+
+
+def environment(core: str, threads: int) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name != CORE_TYPE}
+    return {**kept, "OMP_NUM_THREADS": str(threads), **({CORE_TYPE: core} if core else {})}
+
+
+def told(process: Apart, watch: Watch) -> None:
+    watch.took(process.seconds())
+
+
+def by_ids(x: Tensor, queries: int, call: Callable[[Tensor], object]) -> Side:
+    order = draws(len(x), queries)
+
+    def run(watch: Watch) -> None:
+        ids = torch.from_numpy(next(order))
+        watch.lap()
+        call(ids)
+        watch.lap()
+
+    return run
+
+
+# ---------------------------------------------------------------- kinds of index, and a bank in the making
+
+
+def kinds(ask: Ask, sizes: Sizes, x: Tensor, labels: Tensor) -> Group:
+    queries = min(sizes.queries, len(x))
+    sides, notes, nearest = {}, {}, None
+    asked = torch.arange(min(len(x), 2048))
+    for kind in KINDS:
+        bank = Bank(x.shape[1], kind=kind)
         bank.add(x, labels)
-        building[kind] = seconds(partial(bank.search, x[:1], K))
-
-    def leave_one_out(bank: Bank, ids: Tensor) -> Neighbors:
-        return bank.search(x[ids], K, exclude=ids)
-
-    taken = interleaved({kind: partial(leave_one_out, bank) for kind, bank in banks.items()}, rows, rounds)
-    ids = torch.arange(min(rows, 2048))
-    found = {kind: leave_one_out(bank, ids).index for kind, bank in banks.items()}
-    for kind in banks:
-        recall = (found[kind][:, :, None] == found["flat"][:, None]).any(2).float().mean().item()
-        note = f"recall@{K} {recall:.3f}, first search {building[kind]:.1f} s"
-        line(f"Bank.search, {kind}", [1e3 * s / QUERIES for s in taken[kind]], "ms a query", note)
+        found = bank.search(x[asked], K, exclude=asked).index
+        nearest = found if nearest is None else nearest
+        notes[kind] = f"recall {(found[:, :, None] == nearest[:, None]).any(2).float().mean().item():.3f}"
+        sides[kind] = by_ids(x, queries, lambda ids, bank=bank: bank.search(x[ids], K, exclude=ids))  # type: ignore[misc]
+    setting = f"kinds of index over {len(x):,} rows of {x.shape[1]} dimensions, k = {K}, {queries} queries at a time"
+    effort = ask.effort(sizes.rounds, sizes.seconds)
+    return Group(PART, setting, ("search by kind",), ("flat",), sides, effort, facts={"kinds": True}, notes=notes, memory=False)
 
 
-# ---------------------------------------------------------------- memory
-
-
-def resident(field: str) -> float:
-    """MB; VmRSS is what the process has in memory now, VmHWM the most that it had."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split(field + ":")[1].split()[0]) / 1024
-
-
-def peak_of(call: Callable[[], object]) -> tuple[float, float]:
-    """MB at the worst moment, above what was there before, and seconds."""
-    ctypes.CDLL(None).malloc_trim(0)  # what is free but kept would hide what the call takes
-    before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the most so far becomes what there is now
-    taken = seconds(call)
-    return resident("VmHWM") - before, taken
-
-
-def memory(rows: int, what: str) -> None:
-    """A bank made of embeddings that come a batch at a time, as a run makes it. In a process of its own, so that nothing else is in it."""
-    load_faiss()
-    x, labels = clustered(rows)
-    ids = torch.arange(rows)
+def making(ask: Ask, sizes: Sizes, x: Tensor, labels: Tensor) -> Group:
+    """A bank of embeddings that come a batch at a time, as a run makes it, and of all of them at once."""
+    ids = torch.arange(len(x))
     made: list[Bank] = []
 
     def embedded() -> Iterator[tuple[Tensor, Tensor]]:
-        for part in ids.split(QUERIES):
+        for part in ids.split(sizes.queries):
             yield part, F.normalize(x[part] + 0.01, dim=1)
 
-    def refresh() -> None:
-        made.append(Bank(DIM, kind="flat"))
+    def a_batch_at_a_time(watch: Watch) -> None:
+        made[:] = [Bank(x.shape[1], kind="flat")]
+        watch.lap()
         made[0].refresh(labels, ids, embedded())
+        watch.lap()
 
-    def add() -> None:
-        made.append(Bank(DIM, kind="flat"))
+    def all_at_once(watch: Watch) -> None:
+        made[:] = [Bank(x.shape[1], kind="flat")]
+        watch.lap()
         made[0].add(torch.cat([block for _, block in embedded()]), labels, ids)
+        watch.lap()
 
-    peak, taken = peak_of({"refresh": refresh, "add": add}[what])
-    itself = made[0].embeddings.nbytes / MEGABYTE
-    line(f"{what}, peak above the bank itself ({itself:.0f} MB)", [peak - itself], "MB")
-    line(f"{what}, time", [taken], "s")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=31)
-    parser.add_argument("--quick", action="store_true", help="5,000 rows instead of 50,000")
-    parser.add_argument("--memory", choices=("refresh", "add"), help="only this part, in this process")
-    arguments = parser.parse_args()
-    keep_memory()  # as main.py has it
-    torch.set_num_threads(THREADS)
-    load_faiss().omp_set_num_threads(THREADS)
-    rows = 5_000 if arguments.quick else 50_000
-    if arguments.memory:
-        return memory(rows, arguments.memory)
-    print(f"torch {torch.__version__}, FAISS {load_faiss().__version__}, {THREADS} threads; {rows:,} x {DIM}, k = {K}, {QUERIES} queries")
-    search_and_vote(rows, arguments.rounds)
-    kinds(rows, max(5, arguments.rounds // 4))
-    sys.stdout.flush()
-    for what in ("refresh", "add"):  # what a run does, and all embeddings at once
-        subprocess.run([sys.executable, __file__, "--memory", what, *(["--quick"] if arguments.quick else [])], check=True)
-
-
-if __name__ == "__main__":
-    main()
+    sides: dict[str, Side] = {"all at once": all_at_once, "a batch at a time": a_batch_at_a_time}
+    setting = f"making a bank of {len(x):,} rows, {x.nbytes / 2**20:.0f} MB"
+    return Group(PART, setting, ("made",), ("all at once",), sides, ask.effort(sizes.rounds, sizes.seconds / 4), facts={"making": True})

@@ -1,8 +1,8 @@
 """The bank: embeddings, labels and a FAISS index; it answers "the k nearest, but not yourself".
 
-The flat kinds are exact. FAISS proposes a few rows more than asked for; their distances are computed anew, without cancellation,
-and a bound on FAISS's rounding tells for which queries no other row can belong among the k. Where it cannot tell, more rows are
-proposed, by a scan in float64. The other kinds are as good as their proposals; the order among those is exact too.
+The flat kinds are exact. A scan in float32 proposes a few rows more than asked for; their distances are computed anew, without
+cancellation, and a bound on the scan's rounding tells for which queries no other row can belong among the k. Where it cannot tell, more
+rows are proposed, in the end by a scan in float64. The other kinds are as good as their proposals; the order among those is exact too.
 """
 
 from __future__ import annotations
@@ -18,22 +18,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from classifiers.approximate import Proposer, check_kind, most_flat, recipe
 from classifiers.index import (
     BLOCK,
     MISSING,
     ROUNDING,
     ROUNDING_64,
     Neighbors,
-    Proposer,
     blocks,
-    check_kind,
     checked_rows,
     gathered,
     integers,
     kept,
-    most_flat,
     rank,
-    recipe,
     scan,
     scan_in_float64,
     slots_of,
@@ -45,6 +42,7 @@ from utils import BadOption, one_of, say
 EVICTIONS = ("fifo", "class-balanced")
 PACKED = ("dim", "kind", "cap", "evict", "_next_id", "_next_birth")  # beside the rows
 SLACK = 4  # rows proposed beyond those asked for
+FEW = 8  # one of so many
 PROPOSALS = 1 << 22  # of one FAISS call, at most: 48 MB
 
 
@@ -249,7 +247,8 @@ class Bank:
             self._lengths = squared_lengths(self.embeddings)
         inner, lengths = self.kind == "ip", self._lengths[: self._size]
         slots, distance = torch.empty(len(rows), k, dtype=torch.long), torch.empty(len(rows), k)
-        work = [(torch.arange(len(rows)), min(self._size, k + banned.shape[1] + SLACK), ROUNDING)]
+        first = min(self._size, k + banned.shape[1] + SLACK)
+        work = [(torch.arange(len(rows)), first, ROUNDING)]
         while work:
             todo, count, rounding = work.pop()
             if len(todo) * count > PROPOSALS and len(todo) > 1:
@@ -271,7 +270,9 @@ class Bank:
                 bound = (worst - 3 * unit * length - 1e-30) / (1 + 2 * unit + of_last)
             undecided = todo[~(last < bound)]
             if len(undecided):
-                work.append((undecided, min(self._size, 4 * count), ROUNDING_64))
+                # A few, that have many rows about as near, are soon looked at once more; where it is many, float32 is too coarse.
+                few = count == first and rounding == ROUNDING and FEW * len(undecided) <= len(todo)
+                work.append((undecided, min(self._size, 4 * count), ROUNDING if few else ROUNDING_64))
         return slots, distance
 
     def _approximate(self, rows: Tensor, squared: Tensor, k: int, banned: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,14 +1,9 @@
-"""What the bank is made of: its answers, exact ranking, who leaves a full bank, and approximate FAISS indexes that propose rows."""
+"""What the bank is made of: its answers, looking at every row, exact ranking, and who leaves a full bank."""
 
 from __future__ import annotations
 
 import math
-import os
-import re
-import sys
-import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,23 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from classifiers.factory import check_factory
-from utils import BadOption, did_you_mean, say, shortened
+import native
+from classifiers.faiss_library import load_faiss, pointers
+from utils import BadOption
 
-KINDS = ("auto", "flat", "ip", "hnsw", "ivf", "ivfpq")
 MISSING = -1  # index of a neighbor that does not exist
-# auto is flat as long as 10,000 queries take a minute: two cores do 20 billion products of numbers a second, and what a scan does beside
-# them, keeping the nearest, takes as long as 32 dimensions more.
-AUTO_FLAT = 60 * 20_000_000_000 // 10_000  # rows x (dimensions + 32)
-SMALLEST_INDEX = 256  # rows, below which the named approximate kinds look at every row
-ENOUGH = 39  # rows for a centroid: FAISS warns below that
+FEW_QUERIES = 4  # for each thread: for fewer, laying out the rows as the C code reads them takes longer than FAISS's search
 BLOCK = 1 << 18  # numbers in a temporary of the ranking: they stay in the cache
 SCORES = 1 << 21  # numbers in a temporary of a scan in float64: 16 MB
 ROUNDING, ROUNDING_64 = 2.0**-24, 2.0**-53  # of float32 and float64
-# The parts of a factory string that are learned by k-means: IVF8 and HNSW32_8+PQ4 have lists; PQ4 (of 8 bits), PQ4x5, RQ2x5, RQ1x6_2x4,
-# PRQ2x3x4 and IMI2x5 codes. OPQ4 learns 8 bits, whatever it is followed by. LSQ needs no k-means.
-LISTS = re.compile(r"(?:IVF|Residual(?!\d+x)|_(?=\d+\+PQ))(\d+)([kM]?)")
-CODES = re.compile(r"(OPQ|PQ|RQ|IMI|Residual(?=\d+x))(\d+(?:x\d+)*(?:_\d+x\d+)*)")
 
 
 @dataclass(frozen=True)
@@ -107,7 +94,8 @@ def gathered(blocks: Iterable[tuple[Any, Any]], ids: Tensor, dim: int) -> Tensor
 
 
 def blocks(count: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(count, start + size)) for start in range(0, count, max(1, size)))
+    size = max(1, size)
+    return (slice(start, min(count, start + size)) for start in range(0, count, size))
 
 
 def some_of(values: Tensor, rows: Tensor) -> Tensor:
@@ -179,91 +167,26 @@ def kept(labels: Tensor, births: Tensor, cap: int, evict: str) -> Tensor:
     return stays
 
 
-def most_flat(dim: int) -> int:
-    """Rows up to which auto looks at each of them."""
-    return AUTO_FLAT // (dim + 32)
-
-
-def recipe(kind: str, rows: int, dim: int) -> str:
-    """The FAISS factory string of a kind for so many rows; "" where every row is looked at."""
-    if kind == "auto":  # lists, but fewer than ivf: training them would take longer than searching every row
-        return "" if rows <= most_flat(dim) else f"IVF{math.isqrt(rows)},Flat"
-    if kind in ("flat", "ip") or (kind in KINDS and rows < SMALLEST_INDEX):
-        return ""
-    lists = max(1, min(int(4 * math.sqrt(rows)), rows // ENOUGH))
-    if kind == "hnsw":
-        return "HNSW32"
-    if kind == "ivf":
-        return f"IVF{lists},Flat"
-    if kind == "ivfpq":
-        parts = max(1, dim // 4) if dim >= 4 else dim
-        rotation = f"PCAR{4 * parts}," if dim >= 4 and dim % 4 else ""  # PQ wants a dimension that its parts divide
-        return f"{rotation}IVF{lists},PQ{parts}x{min(8, int(math.log2(rows // ENOUGH)))}"
-    return kind
-
-
-# ---------------------------------------------------------------- FAISS
-
-
-_forks_are_safe = False
-_silence = threading.Lock()  # descriptor 2 is one for all threads
-
-
-def load_faiss() -> Any:
-    """FAISS, loaded when first needed, and made safe to fork."""
-    global _forks_are_safe
-    import faiss
-
-    if not _forks_are_safe and hasattr(os, "register_at_fork"):
-        # NOTE: OpenMP's threads do not survive a fork, and a parallel region in the child would wait for them for ever.
-        def in_child() -> None:
-            faiss.omp_set_num_threads(1)
-            torch.set_num_threads(1)
-
-        os.register_at_fork(after_in_child=in_child)
-        # A child must find descriptor 2 as it was, and the lock free.
-        os.register_at_fork(before=_silence.acquire, after_in_parent=_silence.release, after_in_child=_silence.release)
-        _forks_are_safe = True
-    return faiss
-
-
-@contextmanager
-def silenced() -> Iterator[None]:
-    """Drops what C++ writes to stderr. That goes to file descriptor 2, whatever Python's sys.stderr is."""
-    with _silence:
-        with suppress(AttributeError, OSError, ValueError):  # there may be none, or it may be closed
-            sys.stderr.flush()
-        stderr = None
-        with suppress(OSError):  # closed: there is nothing to drop
-            stderr = os.dup(2)
-        try:
-            if stderr is not None:
-                with open(os.devnull, "wb") as nowhere:
-                    os.dup2(nowhere.fileno(), 2)
-            yield
-        finally:
-            if stderr is not None:
-                os.dup2(stderr, 2)
-                os.close(stderr)
-
-
-def pointers(*tensors: Tensor) -> list[Any]:
-    """For the functions of FAISS that are told addresses. NOTE: they check nothing; the sizes are the caller's to get right."""
-    if not all(tensor.is_contiguous() for tensor in tensors):
-        raise ValueError("what FAISS reads must be contiguous")
-    return [load_faiss().swig_ptr(tensor.numpy()) for tensor in tensors]
+# ---------------------------------------------------------------- looking at every row
 
 
 def scan(queries: Tensor, rows: Tensor, lengths: Tensor, count: int, inner: bool) -> tuple[Tensor, Tensor]:
-    """FAISS's scores and slots (B, count) of the nearest rows, by looking at every row."""
-    faiss = load_faiss()
+    """Scores, inner products or squared distances, and slots (B, count) of the nearest rows, by looking at every row in float32.
+
+    In C (native/nearest.c) where that is faster, else by FAISS. Either way a product of two rows is a sum of `dim` rounded terms, and what
+    is made of it is rounded once or twice more; `Bank._exact` counts on no more.
+    """
+    faiss = load_faiss()  # first: it makes what runs on several threads safe to fork
+    if count <= native.MOST_KEPT and len(queries) >= FEW_QUERIES * torch.get_num_threads() and native.takes(queries, rows):
+        product, slots = native.scan(queries, rows, None if inner else lengths / -2, count)  # q x - |x|^2 / 2
+        return (product if inner else squared_lengths(queries).double()[:, None] - 2 * product.double()), slots
     if inner:
-        score, slots = faiss.knn(queries.numpy(), rows.numpy(), count, faiss.METRIC_INNER_PRODUCT)
-        return torch.from_numpy(score), torch.from_numpy(slots)
+        score, nearest = faiss.knn(queries.numpy(), rows.numpy(), count, faiss.METRIC_INNER_PRODUCT)
+        return torch.from_numpy(score), torch.from_numpy(nearest)
     # Not `faiss.knn`: that computes the squared lengths of all rows in each call.
     found = torch.empty(len(queries), count), torch.empty(len(queries), count, dtype=torch.long)
-    x, y, known, score, slots = pointers(queries, rows, lengths, *found)
-    faiss.knn_L2sqr(x, y, rows.shape[1], len(queries), len(rows), count, score, slots, known, None)
+    x, y, known, score, nearest = pointers(queries, rows, lengths, *found)
+    faiss.knn_L2sqr(x, y, rows.shape[1], len(queries), len(rows), count, score, nearest, known, None)
     return found
 
 
@@ -279,86 +202,3 @@ def scan_in_float64(queries: Tensor, rows: Tensor, count: int, inner: bool) -> t
             scores[:, part] = products if inner else some.square().sum(1, keepdim=True) + few.square().sum(1) - 2 * products
         found.append(scores.topk(count, 1, largest=inner))
     return torch.cat([score for score, _ in found]), torch.cat([slots for _, slots in found])
-
-
-class Proposer:
-    """An approximate FAISS index over the slots of a bank. A slot that is written again leaves a dead entry behind."""
-
-    def __init__(self, text: str, rows: Tensor) -> None:
-        faiss = load_faiss()
-        self.text, self.trained_on = text, len(rows)
-        self.slot_of = torch.empty(0, dtype=torch.long)  # of each entry; MISSING if it is dead
-        try:
-            self.index = faiss.index_factory(rows.shape[1], text)
-            with silenced():  # it would print a line for each k-means over few rows, thousands of them; check_kind says it once
-                self.index.train(rows.numpy())
-                self.add(rows, torch.arange(len(rows)))
-        except RuntimeError as error:
-            raise BadOption("index", f"cannot be built over {len(rows)} rows ({_reason(error)})", text) from None
-        self.lists = faiss.try_extract_index_ivf(self.index)
-        graph = faiss.downcast_index(self.index)
-        self.graph = graph if hasattr(graph, "hnsw") else None
-
-    def add(self, rows: Tensor, slots: Tensor) -> None:
-        self.slot_of[torch.isin(self.slot_of, slots)] = MISSING
-        self.index.add(rows.contiguous().numpy())
-        self.slot_of = torch.cat([self.slot_of, slots])
-
-    def serves(self, text: str, live: int) -> bool:
-        """Whether it can go on: same kind, few dead entries, trained on as much as half of what it holds."""
-        same = text == self.text or (text[:3] == self.text[:3] == "IVF") or (text.startswith("PCAR") and self.text.startswith("PCAR"))
-        return same and len(self.slot_of) <= 1.25 * live and (live <= 2 * self.trained_on or self.graph is not None)
-
-    def propose(self, queries: Tensor, count: int, live: int) -> Tensor:
-        """(B, M) slots, MISSING where the index found fewer."""
-        count = min(len(self.slot_of), math.ceil(count * (2 * len(self.slot_of) / live - 1)) + 1)  # some of them dead
-        if self.lists is not None:
-            self.lists.nprobe = min(self.lists.nlist, max(8, self.lists.nlist // 8))
-        if self.graph is not None:
-            self.graph.hnsw.efSearch = max(64, 2 * count)
-        entries = torch.from_numpy(self.index.search(queries.numpy(), count)[1])
-        return self.slot_of[entries.clamp_min(0)].masked_fill(entries < 0, MISSING)
-
-
-def _reason(error: Exception) -> str:
-    """What FAISS says, without the C++ function, file and condition that it says first."""
-    text = str(error).strip().splitlines()[-1]
-    text = re.sub(r"^Error in .*? at \S+:\d+: ", "", text)
-    return shortened(re.sub(r"^Error: '.*?' failed: ?", "", text).strip().removeprefix("Error: "), 120) or "no reason"
-
-
-# ---------------------------------------------------------------- what an index learns
-
-
-def centroids(text: str) -> list[tuple[int, str]]:
-    """How many centroids each k-means finds that a factory string asks for, and what these are: IVF8,PQ4x5 learns 8 lists and 32 values
-    of a code. Strings that FAISS refuses are not asked about."""
-    found = [(int(count) << {"": 0, "k": 10, "M": 20}[unit], "lists") for count, unit in LISTS.findall(text)]
-    for name, sizes in CODES.findall(text):
-        bits = [int(size.rpartition("x")[2]) for size in sizes.split("_")] if "x" in sizes and name != "OPQ" else [8]
-        found.append((1 << max(bits), "values of a code"))
-    return found
-
-
-def check_kind(kind: str, dim: int, rows: int | None = None) -> None:
-    """Whether it can be built; with `rows`, over so many."""
-    if kind in KINDS:
-        return
-    rule = f"must be one of {', '.join(KINDS)} or a FAISS factory string"
-    if not kind.strip():
-        raise BadOption("index", rule, kind)
-    check_factory(kind, dim, rule + did_you_mean(kind, KINDS))
-    try:
-        load_faiss().index_factory(dim, kind)
-    except RuntimeError as error:
-        raise BadOption("index", f"{rule}{did_you_mean(kind, KINDS)}; FAISS says: {_reason(error)}", kind) from None
-    if rows is None:
-        return
-    counts = centroids(kind)
-    most, what = max(counts, default=(1, ""))
-    if any(count < 1 for count, _ in counts):
-        raise BadOption("index", "must have at least one list", kind)
-    if most > rows:
-        raise BadOption("index", f"must have at most as many {what} as the bank has rows ({rows}), not {most}", kind)
-    if most > 1 and most * ENOUGH > rows:
-        say(f"index: {kind} learns {most} {what} from {rows:,} rows (fewer than {ENOUGH} for each: it may miss neighbors)")

@@ -19,6 +19,7 @@ from classifiers.losses import collapse, contrastive_margin, nll, supervised_con
 from classifiers.neighbor_attention import NeighborAttention
 from classifiers.predictors import HeadPredictor, Interpolation, Predictor, Vote
 from classifiers.prior import Prior
+from classifiers.proxies import Proxies
 from classifiers.retrieved import BLOCK, Block, Retrieved
 from classifiers.values import TabrValues
 from classifiers.weights import WEIGHTS, Weigh, check_temperature, softmax_cosine
@@ -56,6 +57,7 @@ class NeighborHead(Head):
         contrastive_temperature: float = 0.1,
         contrastive_margin: float = 0.5,
         hard_negatives: float = 0.0,
+        proxy_weight: float = 1.0,
         label_smoothing: float = 0.0,
         dropout: float = 0.0,
     ) -> None:
@@ -72,6 +74,8 @@ class NeighborHead(Head):
         self.contrastive_weight, self.contrastive_form = contrastive_weight, contrastive_form
         self.contrastive = {"hard_negatives": hard_negatives}
         self.contrastive |= {"margin": contrastive_margin} if contrastive_form == "margin" else {"temperature": contrastive_temperature}
+        self.proxy_weight = proxy_weight
+        self.proxies = Proxies(num_classes, self.embedder.dim) if proxy_weight else None
         self.bank: Bank | None = None
         self.means: ClassMeans | None = None
 
@@ -183,6 +187,8 @@ class NeighborHead(Head):
             form = contrastive_margin if self.contrastive_form == "margin" else supervised_contrastive
             z, targets, numbers = here().joined(block.embedding, target, index)
             terms["contrastive"] = self.contrastive_weight * form(z, targets, numbers, **self.contrastive)
+        if self.proxies is not None:
+            terms["proxies"] = self.proxy_weight * self.proxies(block.embedding, target, self.label_smoothing)
         return terms | self.more_terms(weights, block, target, index)
 
     def more_terms(self, weights: Tensor, block: Block, target: Tensor, index: Tensor) -> dict[str, Tensor]:
@@ -191,7 +197,7 @@ class NeighborHead(Head):
     def part_of(self, name: str) -> str:
         if name.startswith("embedder."):
             return "projection"
-        return "head" if {"linear", "prior"} & set(name.split(".")) else "attention"
+        return "head" if {"linear", "prior", "proxies"} & set(name.split(".")) else "attention"
 
 
 def weights_of(text: str) -> tuple[str, Weigh]:

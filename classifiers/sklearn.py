@@ -48,12 +48,14 @@ class NeighborClassifier(ClassifierMixin, BaseEstimator):
         batch_size: int = 128,
         learning_rate: float = 3e-3,
         contrastive_weight: float = 0.5,
+        proxy_weight: float = 1.0,
         validation_fraction: float = 0.15,
         random_state: Any = None,
     ) -> None:
         self.n_neighbors, self.embed_dim, self.attention_heads = n_neighbors, embed_dim, attention_heads
         self.epochs, self.batch_size, self.learning_rate = epochs, batch_size, learning_rate
-        self.contrastive_weight, self.validation_fraction, self.random_state = contrastive_weight, validation_fraction, random_state
+        self.contrastive_weight, self.proxy_weight = contrastive_weight, proxy_weight
+        self.validation_fraction, self.random_state = validation_fraction, random_state
 
     # ------------------------------------------------ learning
 
@@ -94,6 +96,7 @@ class NeighborClassifier(ClassifierMixin, BaseEstimator):
             attention_heads=heads,
             k_train=k,
             contrastive_weight=self.contrastive_weight if self.embed_dim else 0.0,
+            proxy_weight=self.proxy_weight if self.embed_dim else 0.0,
         )
         self._standardize(x[rows])
         optimizer = torch.optim.AdamW([p for p in self.head_.parameters() if p.requires_grad], self.learning_rate, weight_decay=1e-4)

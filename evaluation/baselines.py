@@ -98,7 +98,7 @@ def calibrated_form(head: Head, num_classes: int, mode: str) -> Predictor:
 def baseline_head(num_features: int, num_classes: int, **options: Any) -> AttnKnnHead:
     """Attention over rows as they are, brought to unit length: for a head that has no bank, or no attention."""
     heads = next(h for h in (4, 3, 2, 1) if num_features % h == 0)
-    return AttnKnnHead(num_features, num_classes, embed_dim=0, attention_heads=heads, contrastive_weight=0.0, **options)
+    return AttnKnnHead(num_features, num_classes, embed_dim=0, attention_heads=heads, contrastive_weight=0.0, proxy_weight=0.0, **options)
 
 
 def beside_neighbors(head: NeighborHead, mode: str, attention: Vote | None = None) -> Predictors:

@@ -61,8 +61,10 @@ def rows_per_second(model: nn.Module, x: Tensor, seconds: float = 0.5) -> tuple[
     """Measured forward throughput on one batch, after a warm-up: quartile, median, quartile over at least 7 rounds."""
     timed(lambda: model(x), x.device)
     durations: list[float] = []
-    while sum(durations) < seconds or len(durations) < ROUNDS:
+    total = 0.0
+    while total < seconds or len(durations) < ROUNDS:
         durations.append(timed(lambda: model(x), x.device))
+        total += durations[-1]
     slow, middle, fast = (len(x) / q for q in reversed(statistics.quantiles(durations, n=4)))
     return slow, middle, fast
 

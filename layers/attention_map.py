@@ -38,21 +38,23 @@ def noted(module: nn.Module, method: str, notes: list[Note]) -> Iterator[None]:
 def attention_map(layer: Any, q: Tensor, k: Tensor) -> Tensor:
     """How much each token (row) reads of each other (column): (B, H, N, N). Zero means: not at all.
 
-    A layer whose `mix` calls its own `neighbors(q, k) -> index, weight` is taken at its word: those weights, before a
+    A layer whose `mix` calls `attend`, or its own `neighbors(q, k) -> index, weight`, is taken at its word: those weights, before a
     convolution over the ranks. For any other layer the weights follow from what it makes of values that are a one at a single token.
     """
-    if hasattr(layer, "neighbors"):
+    for method in ("attend", "neighbors"):
         notes: list[Note] = []
-        with noted(layer, "neighbors", notes):
-            layer.mix(q, k, torch.zeros_like(k))
-        if notes:
-            return torch.stack([_dense(index, weight, q.shape[2]) for _, _, (index, weight) in notes]).sum(0)
+        if hasattr(layer, method):
+            with noted(layer, method, notes):
+                layer.mix(q, k, torch.zeros_like(k))
+        said = [result[-2:] for _, _, result in notes]
+        if said and all(index.shape[2] == q.shape[2] for index, _ in said):  # lists of some rows alone are not the whole map
+            return torch.stack([_dense(index, weight, q.shape[2]) for index, weight in said]).sum(0)
     return from_one_hot_values(layer.mix, q, k)
 
 
 def _dense(index: Tensor, weight: Tensor, tokens: int) -> Tensor:
     """Lists of neighbors and their weights, both (B, H, N, K), as a matrix (B, H, N, N)."""
-    return weight.new_zeros(*index.shape[:3], tokens).scatter_add(-1, index, weight)
+    return weight.new_zeros(*index.shape[:3], tokens).scatter_add(-1, index.long(), weight)
 
 
 def from_one_hot_values(mix: Mix, q: Tensor, k: Tensor) -> Tensor:

@@ -9,7 +9,9 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from layers import lists
 from layers.attention_map import attention_map
+from layers.functional import full_precision
 from utils import BadOption, whole_number, wrong_return
 
 
@@ -48,7 +50,7 @@ class TokenMixer(nn.Module):
         self.norm = nn.Identity()  # of the output, before `proj`; a model whose attention was swapped may bring a real one
         self.proj = nn.Linear(inner, dim, bias=proj_bias)
         self.proj_drop = nn.Dropout(dropout)
-        self._cache: dict[Any, Tensor] = {}
+        self._cache: dict[Any, Any] = {}
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Queries, keys and values, each (B, H, N, D), to outputs (B, H, N, D)."""
@@ -63,6 +65,13 @@ class TokenMixer(nn.Module):
             raise wrong_return(self.mix, f"a tensor (B, H, N, D), here {tuple(v.shape)}", out)
         return self.proj_drop(self.proj(self.norm(rearrange(out, "b h n d -> b n (h d)"))))
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, K: int, scale: float, *, drop: bool = True, **options: Any) -> lists.Attended:
+        """Attention over lists of K neighbors (options: see lists.attend), with this layer's dropout of weights if `drop`."""
+        keep = None
+        if drop and self.attention_dropout:
+            keep = self.attn_drop(q.new_ones(*q.shape[:3], K, dtype=torch.float32))
+        return lists.attend(full_precision(q), full_precision(k), full_precision(v), K, scale, keep=keep, **options)
+
     def attention_map(self, q: Tensor, k: Tensor) -> Tensor:
         """How much each token (row) reads of each other (column), in eval(): (B, H, N, N). `mix` tells: no layer has to."""
         return attention_map(self, q, k)
@@ -72,10 +81,10 @@ class TokenMixer(nn.Module):
         """The dropout that applies now: none in eval()."""
         return self.attn_drop.p if self.training else 0.0
 
-    def cached(self, key: Any, make: Callable[[], Tensor]) -> Tensor:
+    def cached(self, key: Any, make: Callable[[], Any]) -> Any:
         """A mask or a list of tokens that depends on nothing but `key` (the number of tokens, the device)."""
-        found = self._cache.get(key)
-        if found is None:
+        found = self._cache.get(key, self)
+        if found is self:
             found = make()
             # NOTE what is made in inference mode could not serve a training step later; what is made in a graph stays in it
             if not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():

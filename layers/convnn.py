@@ -125,34 +125,33 @@ class ConvNNAttention(TokenMixer):
         if tokens != count_tokens(self.grid, self.num_prefix_tokens):
             raise BadOption("grid", f"must fit the {tokens} tokens ({self.num_prefix_tokens} of them class and register tokens)", self.grid)
 
-    def neighbors(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Which K tokens each token reads, in rank order, and their weights: both (B, H, N, K)."""
-        n = q.shape[2]
-        q, k = L.comparable(L.full_precision(q), L.full_precision(k), self.magnitude_type)
-        candidates = self.candidates(n, q.device)
+    def neighbors(self, q: Tensor, k: Tensor, candidates: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Which K tokens each token reads, in rank order, and their weights, both (B, H, N, K): of comparable q and k, in any setting."""
         if candidates is None:
             dot, index = L.nearest(q, k, self.K)
             score = L.similarity(dot, q, self.magnitude_type, self.scale)
             return index, L.rank_weights(score, self.magnitude_type, self.softmax_topk_val)
-        others = min(self.K - 1, len(candidates))
-        place = torch.arange(n, device=q.device).expand(*q.shape[:2], n).unsqueeze(-1)  # (B, H, N, 1)
-        if others:
-            dot, column = L.nearest(q, k[:, :, candidates], others, own=candidates)  # (B, H, N, others)
-        else:  # K = 1: each token reads itself
-            dot, column = q[..., :0], place[..., :0]
-        unfilled = self.K - 1 - others  # fewer candidates than ranks: the token itself stands in, with no weight
-        index = torch.cat([place, candidates[column], place.expand(-1, -1, -1, unfilled)], -1)  # (B, H, N, K)
-        missing = index == place
+        index = self.itself_and_nearest(q, k, candidates)
+        missing = index == index[..., :1]
         missing[..., 0] = False
-        own = (q * k).sum(-1, keepdim=True)
-        # NOTE a candidate that is the token itself has the score -inf; its rank is missing, and no gradient may pass it.
-        dot = torch.cat([own, dot, own.expand(-1, -1, -1, unfilled)], -1)
-        dot = dot.masked_fill(missing, 0)
+        # NOTE a token that stands in for a missing one has no weight, and no gradient may pass it.
+        dot = L.pair_dot(q, k, index).masked_fill(missing, 0)
         score = L.similarity(dot, q, self.magnitude_type, self.scale)
         if self.self_score == "one":
             one = torch.full_like(score[..., :1], L.constant_self_score(self.magnitude_type))
             score = torch.cat([one, score[..., 1:]], -1)
         return index, L.rank_weights(score, self.magnitude_type, self.softmax_topk_val, missing)
+
+    def itself_and_nearest(self, q: Tensor, k: Tensor, candidates: Tensor) -> Tensor:
+        """Each token, then the K - 1 best of the other candidates; itself again where there are too few: (B, H, N, K)."""
+        n = q.shape[2]
+        others = min(self.K - 1, len(candidates))
+        place = torch.arange(n, device=q.device)[:, None].expand(*q.shape[:2], n, 1)  # (B, H, N, 1)
+        unfilled = place.expand(-1, -1, -1, self.K - 1 - others)
+        if not others:  # K = 1: each token reads itself
+            return torch.cat([place, unfilled], -1)
+        _, column = L.nearest(q.detach(), k.detach()[:, :, candidates], others, own=candidates)  # (B, H, N, others)
+        return torch.cat([place, candidates[column], unfilled], -1)
 
     def _with_coordinates(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         n, device = tensors[0].shape[2], tensors[0].device
@@ -173,14 +172,28 @@ class ConvNNAttention(TokenMixer):
             q, k = self._with_coordinates(q, k)
             if self.convolution_type != "depthwise":
                 (values,) = self._with_coordinates(values)
-        index, weight = self.neighbors(q, k)
         assert self.conv is not None
         ranks, *pointwise = self.conv.parameters()
         kernel = ranks.to(values.dtype)  # (D, 1, K) depthwise, or (E, D, K)
-        out = L.rank_conv(values, index, weight, kernel[:, 0].t() if kernel.shape[1] == 1 else kernel.permute(2, 0, 1))
+        kernel = kernel[:, 0].t() if kernel.shape[1] == 1 else kernel.permute(2, 0, 1)
+        out = self.convolved(*L.comparable(L.full_precision(q), L.full_precision(k), self.magnitude_type), values, kernel)
         for matrix in pointwise:  # (E, D, 1)
             out = F.linear(out, matrix[..., 0].to(out.dtype))
         return self.attn_drop(out.to(v.dtype))  # on the output, as published: ranks are what the convolution tells apart
+
+    def convolved(self, q: Tensor, k: Tensor, values: Tensor, kernel: Tensor) -> Tensor:
+        """The convolution over the ranks of comparable q and k."""
+        candidates = self.candidates(q.shape[2], q.device)
+        enough = candidates is None or len(candidates) >= self.K
+        if not self.softmax_topk_val or self.magnitude_type == "euclidean" or not enough:
+            index, weight = self.neighbors(q, k, candidates)
+            return L.rank_conv(values, index, weight, kernel)
+        scale = self.scale if self.magnitude_type == "matmul" else 1.0
+        if candidates is None:
+            return self.attend(q, k, values, self.K, scale, drop=False, kernel=kernel).out
+        index = self.itself_and_nearest(q, k, candidates)
+        first = L.constant_self_score(self.magnitude_type) if self.self_score == "one" else None
+        return self.attend(q, k, values, self.K, scale, drop=False, index=index, first=first, kernel=kernel).out
 
     def extra_repr(self) -> str:
         sampled = "" if self.sampling_type == "all" else f", num_samples={self.num_samples}"

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layers import kernels, softmax
+from layers import kernels
 from utils import say
 
 MAGNITUDES = ("matmul", "cosine", "euclidean")
@@ -53,11 +53,6 @@ def rank_conv(v: Tensor, index: Tensor, weight: Tensor, kernel: Tensor) -> Tenso
     return kernels.rank_conv(v, index, weight, kernel)
 
 
-def list_softmax(x: Tensor, scale: float = 1.0) -> Tensor:
-    """softmax(scale x) over the K of each list (B, H, N, K)."""
-    return softmax.list_softmax(x, scale)
-
-
 # ---------------------------------------------------------------- similarity
 
 
@@ -92,7 +87,7 @@ def rank_weights(score: Tensor, magnitude: str, softmax: bool, missing: Tensor |
     if softmax:
         if missing is not None:
             score = score.masked_fill(missing, -torch.inf)
-        return list_softmax(score)
+        return score.softmax(-1)
     weight = 1 / (1e-8 - score) if magnitude == "euclidean" else score
     return weight if missing is None else weight.masked_fill(missing, 0)
 

@@ -24,11 +24,10 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 import native
+from layers.dense import densely
 
 # NumPy sorts keys that sit in the second-level cache three times as fast as those that do not: 2**17 keys are 1 MB.
 BLOCK = 2**17
-# A row of N x M dense weights costs one multiplication a column but no jumps; past these ratios of M to K jumping wins.
-DENSE_SPREAD, DENSE_DOT = 24, 12
 
 
 # ---------------------------------------------------------------- selection
@@ -186,7 +185,7 @@ def spread(x: Tensor, index: Tensor, weight: Tensor, columns: int) -> Tensor:
 
 def _spread(x: Tensor, index: Tensor, weight: Tensor, columns: int) -> Tensor:
     (g, n, d), K = x.shape, index.shape[2]
-    if columns <= DENSE_SPREAD * K:
+    if densely("spread", x.device, columns, K):
         dense = weight.new_zeros(g, n, columns).scatter_add_(2, index, weight)  # (G, N, M)
         return torch.bmm(dense.transpose(1, 2), x)
     rows, ranks, weights = x.reshape(-1, d), _flat(index, columns).t().contiguous(), weight.reshape(-1, K, 1)
@@ -211,7 +210,7 @@ def pair_dot(x: Tensor, y: Tensor, index: Tensor) -> Tensor:
 
 def _pair_dot(x: Tensor, y: Tensor, index: Tensor) -> Tensor:
     (_, m, d), K = y.shape, index.shape[2]
-    if m <= DENSE_DOT * K:
+    if densely("pair_dot", x.device, m, K):
         return torch.bmm(x, y.transpose(1, 2)).gather(2, index)
     rows, table, ranks = x.reshape(-1, d), y.reshape(-1, d), _flat(index, m).t().contiguous()
     out = x.new_empty(K, len(rows))

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from layers import functional as L
 from layers.base import TokenMixer, check_neighbors, count_tokens
 
 
@@ -27,15 +26,9 @@ class KvtAttention(TokenMixer):
         check_neighbors(K, count_tokens(grid, num_prefix_tokens))
         self.K = K
 
-    def neighbors(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Which K tokens each token reads, best first, and their weights: both (B, H, N, K)."""
-        score, index = L.nearest(L.full_precision(q), L.full_precision(k), self.K)
-        return index, L.list_softmax(score, self.scale)
-
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         check_neighbors(self.K, q.shape[2])
-        index, weight = self.neighbors(q, k)
-        return L.weighted_sum(L.full_precision(v), index, self.attn_drop(weight)).to(v.dtype)
+        return self.attend(q, k, v, self.K, self.scale).out.to(v.dtype)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, K={self.K}"

@@ -1,4 +1,4 @@
-"""What kernels.py computes, in torch's ordinary operators: for graphs that leave the toolkit (`export`), where nobody knows ours.
+"""What kernels.py and lists.py compute, in torch's ordinary operators: for graphs that leave the toolkit (`export`).
 
 The same numbers but for rounding, and but for equal scores, whose order `topk` does not promise. More memory: (B, H, N, K, D) at once.
 """
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layers import kernels, softmax
+from layers import kernels, lists
 
 
 def nearest(q: Tensor, k: Tensor, K: int, own: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -51,8 +51,9 @@ def rank_conv(v: Tensor, index: Tensor, weight: Tensor, kernel: Tensor) -> Tenso
     return laid_out.flatten(-2) @ kernel.transpose(1, 2).flatten(0, 1)  # (K * D, E)
 
 
-def list_softmax(x: Tensor, scale: float) -> Tensor:
-    return (x * scale).softmax(-1)
+def _attend(q: Tensor, k: Tensor, v: Tensor, index: Tensor | None, *how: Any) -> tuple[Tensor, Tensor, Tensor]:
+    out, chosen, weight = lists.composed(q, k, v, index, *how)
+    return out, chosen, weight
 
 
 def up_to(ordered: Tensor, values: Tensor) -> Tensor:
@@ -71,7 +72,7 @@ def plain_kernels() -> Iterator[None]:
     from local_attention import local_attention
 
     places: list[tuple[Any, Any]] = [(kernels, function) for function in (nearest, bag, spread, pair_dot, rank_conv, up_to)]
-    places += [(softmax, list_softmax), (local_attention, pad_to_multiple)]
+    places += [(lists, _attend), (local_attention, pad_to_multiple)]
     before = [getattr(module, function.__name__) for module, function in places]
     try:
         for module, function in places:

@@ -62,25 +62,22 @@ class SampledKnnAttention(TokenMixer):
         places = places.expand(b, -1, -1, -1).contiguous()
         return places + kernels.up_to(others_before, places)
 
-    def neighbors(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Top K and sample, and their weights: both (B, H, N, K + samples)."""
-        q, k = L.full_precision(q), L.full_precision(k)
+    def lists(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Top K and sample (B, H, N, K + samples), and the logarithm of how many tokens each rank stands for."""
         n = q.shape[2]
         _, index = L.nearest(q.detach(), k.detach(), self.K)
-        stands_for = 1.0  # tokens for each one that is sampled
-        if n > self.K:
-            sample = self.sampled(index)
-            stands_for = (n - self.K) / sample.shape[-1]
-            index = torch.cat([index, sample], -1)
-        logits = L.pair_dot(q, k, index) * self.scale
-        log_count = torch.zeros(index.shape[-1], dtype=logits.dtype, device=logits.device)
-        log_count[self.K :] = math.log(stands_for)
-        return index, L.list_softmax(logits + log_count)
+        if n == self.K:
+            return index, q.new_zeros(self.K)
+        sample = self.sampled(index)
+        log_count = q.new_zeros(self.K + sample.shape[-1])
+        log_count[self.K :] = math.log((n - self.K) / sample.shape[-1])
+        return torch.cat([index, sample], -1), log_count
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         check_neighbors(self.K, q.shape[2])
-        index, weight = self.neighbors(q, k)
-        return L.weighted_sum(L.full_precision(v), index, self.attn_drop(weight)).to(v.dtype)
+        q, k = L.full_precision(q), L.full_precision(k)
+        index, log_count = self.lists(q, k)
+        return self.attend(q, k, v, len(log_count), self.scale, index=index, bias=log_count).out.to(v.dtype)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, K={self.K}, num_samples={self.num_samples}"

@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+import native
 from layers import functional as L
 from layers.base import TokenMixer
 from layers.dropout import attention
 from utils import BadOption, one_of, whole_number
+
+FEW = 6  # a row whose list is shorter than a sixth of the tokens is faster to gather than to compute densely under a mask
+
+
+class Listed(NamedTuple):
+    """A pattern as lists of columns, for all rows but the first `dense` ones (class tokens, which read everything)."""
+
+    dense: torch.Tensor  # (dense, N), the mask of these
+    lists: Tensor  # (N - dense, K); the row itself fills up short lists
+    bias: Tensor  # (N - dense, K): -inf where it does
+
+
+def listed(mask: Tensor) -> Listed | None:
+    """None for a pattern whose rows read too much."""
+    few = FEW * mask.sum(1) <= len(mask)
+    first = int((~few).sum())
+    if not few[first:].any() or few[:first].any():
+        return None
+    row, column = mask[first:].nonzero(as_tuple=True)
+    count = mask[first:].sum(1)  # (N - dense,)
+    rank = torch.arange(len(row), device=mask.device) - (count.cumsum(0) - count)[row]
+    index = torch.arange(first, len(mask), device=mask.device)[:, None].repeat(1, int(count.max()))
+    bias = torch.full(index.shape, -torch.inf, device=mask.device)
+    index[row, rank], bias[row, rank] = column, 0.0
+    return Listed(mask[:first], index, bias)
 
 
 class MaskedAttention(TokenMixer):
@@ -24,9 +50,19 @@ class MaskedAttention(TokenMixer):
         """The pattern, made once for each number of tokens."""
         return self.cached((tokens, device), lambda: self.pattern(tokens, device))
 
+    def lists(self, tokens: int, device: torch.device) -> Listed | None:
+        return self.cached(("lists", tokens, device), lambda: listed(self.pattern(tokens, device)))
+
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        mask = self.mask(q.shape[2], q.device)  # (N, N)
-        return attention(q, k, v, mask=mask, dropout=self.attention_dropout)
+        n, p = q.shape[2], self.attention_dropout
+        lists = self.lists(n, q.device) if not torch.compiler.is_compiling() and native.takes(q, k, v) else None
+        if lists is None:
+            return attention(q, k, v, mask=self.mask(n, q.device), dropout=p)
+        dense, index, bias = lists
+        near = self.attend(q[:, :, len(dense) :], k, v, index.shape[1], self.scale, index=index, bias=bias).out
+        if not len(dense):
+            return near
+        return torch.cat([attention(q[:, :, : len(dense)], k, v, mask=dense, dropout=p), near], 2)
 
 
 class SparseAttention(MaskedAttention):

@@ -1,7 +1,7 @@
 """nearest.c: compiled at its first use with the machine's C compiler, kept in the user's cache, called by ctypes.
 
-Everything that the C code does, layers/kernels.py can do without it. `available()` says whether it is there; where it is not, one line
-tells why. NEIGHBORS_NATIVE=0 does without it by hand.
+Everything that the C code does, layers/kernels.py and classifiers/index.py can do without it. `available()` says whether it is there;
+where it is not, one line tells why. NEIGHBORS_NATIVE=0 does without it by hand.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ COMPILERS = ("cc", "gcc", "clang")
 ALWAYS = ("-std=gnu11", "-O3", "-shared", "-fPIC")
 # The first that the compiler takes. Without OpenMP one thread does all the work.
 OPTIONAL = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ())
-FUNCTIONS = ("nearest", "bag", "pair_dot", "spread", "factor_gradient", "softmax", "softmax_gradient")
+FUNCTIONS = ("nearest", "scan", "bag", "pair_dot", "spread", "factor_gradient", "attend", "attend_gradient")
+POINTERS = ("index", "weight", "factor", "matrix", "turned", "panel", "d_matrix", "bias", "keep", "first", "own", "score", "kept", "chosen")
+VIEWS = ("rows", "columns", "out", "values", "grad", "d_rows", "d_columns", "d_values")
 MOST_RANKS = 64  # of a list that is selected here: beyond, sorting whole rows is faster
+MOST_KEPT = 256  # rows for each query of a scan: beyond, inserting one after the other takes longer than FAISS's heap
 SWITCH = "NEIGHBORS_NATIVE"
 _lock = threading.Lock()
 
@@ -43,9 +46,9 @@ class View(ctypes.Structure):
 
 class Call(ctypes.Structure):
     _fields_ = [
-        *((name, View) for name in ("rows", "columns", "out")),
-        *((name, ctypes.c_void_p) for name in ("index", "weight", "factor", "own", "score", "chosen")),
-        *((name, ctypes.c_int64) for name in ("B", "H", "N", "M", "D", "K", "threads")),
+        *((name, View) for name in VIEWS),
+        *((name, ctypes.c_void_p) for name in POINTERS),
+        *((name, ctypes.c_int64) for name in ("B", "H", "N", "M", "D", "E", "F", "K", "lists", "threads")),
         ("scale", ctypes.c_float),
     ]
 
@@ -78,7 +81,7 @@ def built() -> Path:
         raise Unbuilt(f"{SWITCH}=0")
     compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
-        raise Unbuilt("no C compiler found; with one, hard top-K attention is faster")
+        raise Unbuilt("no C compiler found; with one, hard top-K attention and exact search of a bank are faster")
     known = "\n".join([SOURCE.read_text(), *ALWAYS, repr(OPTIONAL), compiler, version_of(compiler), processor()])
     folder = private_folder()
     path = folder / f"nearest-{hashlib.sha256(known.encode()).hexdigest()[:20]}.so"
@@ -172,6 +175,15 @@ def nearest(q: Tensor, k: Tensor, K: int, own: Tensor | None) -> tuple[Tensor, T
     return score, index
 
 
+def scan(queries: Tensor, rows: Tensor, more: Tensor | None, K: int) -> tuple[Tensor, Tensor]:
+    """The K largest of queries (Q, D) . rows (M, D) + more (M,): scores and index (Q, K), best first, equals by row; -1 for none."""
+    if not 1 <= K <= len(rows):
+        raise ValueError(f"scan: K must be from 1 to the number of rows ({len(rows)}), got {K}")
+    score, index = torch.empty(1, 1, len(queries), K), torch.empty(1, 1, len(queries), K, dtype=torch.int64)
+    call("scan", rows=queries[None, None], columns=rows[None, None], K=K, score=score, chosen=index, factor=more)
+    return score[0, 0], index[0, 0]
+
+
 def bag(v: Tensor, index: Tensor, weight: Tensor, factor: Tensor | None = None) -> Tensor:
     """sum_r weight[n, r] factor[r] v[index[n, r]]: (B, H, N, D), in memory (B, N, H, D), which is what a layer goes on with."""
     B, H, N, _ = index.shape
@@ -203,60 +215,98 @@ def factor_gradient(x: Tensor, y: Tensor, index: Tensor, weight: Tensor) -> Tens
     return parts.sum(0)
 
 
-def softmax(x: Tensor, scale: float) -> Tensor:
-    """Softmax of scale x over the last of (B, H, N, K)."""
-    found = torch.empty(x.shape)
-    call("softmax", weight=x, score=found, scale=scale)
-    return found
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: Tensor | None,
+    K: int,
+    scale: float,
+    bias: Tensor | None = None,
+    first: float | None = None,
+    keep: Tensor | None = None,
+    kernel: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See layers/lists.py: sums (B, H, N, E or F), the chosen list (empty where it was given), and weights (B, H, N, K)."""
+    B, H, N, _ = q.shape
+    factor, matrix = (kernel, None) if kernel is None or kernel.dim() == 2 else (None, kernel.transpose(0, 1).flatten(1))  # (F, K E)
+    out, weight = v.new_empty(B, N, H, v.shape[3] if matrix is None else len(matrix)).transpose(1, 2), q.new_empty(B, H, N, K)
+    chosen = torch.empty((B, H, N, K) if index is None else (0,), dtype=torch.int64)
+    parts: dict[str, Any] = {"index": index, "bias": bias, "keep": keep, "factor": factor, "matrix": matrix, "score": weight}
+    parts |= {"chosen": chosen if index is None else None, "first": None if first is None else torch.tensor(first)}
+    parts["kept"] = None if keep is None else torch.empty_like(weight)
+    call("attend", rows=q, columns=k, values=v, out=out, K=K, scale=scale, **parts)
+    return out, chosen, weight
 
 
-def softmax_gradient(grad: Tensor, weight: Tensor, scale: float) -> Tensor:
-    """The gradient of x, from that of its softmax."""
-    found = torch.empty(weight.shape)
-    call("softmax_gradient", factor=grad, weight=weight, score=found, scale=scale)
-    return found
+def attend_gradient(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: Tensor,
+    weight: Tensor,
+    scale: float,
+    first: bool,
+    keep: Tensor | None = None,
+    kernel: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients in q, k, v and the kernel (empty where there is none)."""
+    d_q, d_k, d_v = torch.empty(q.shape), torch.zeros(k.shape), torch.zeros(v.shape)
+    kept = weight if keep is None else weight * keep
+    parts: dict[str, Any] = {"index": index, "weight": weight, "keep": keep, "first": torch.zeros(()) if first else None}
+    parts |= {"score": torch.empty_like(weight), "kept": kept, "d_rows": d_q, "d_columns": d_k, "d_values": d_v}
+    if kernel is None or kernel.dim() == 2:
+        call("attend_gradient", rows=q, columns=k, values=v, grad=grad, factor=kernel, scale=scale, **parts)
+        return d_q, d_k, d_v, v.new_empty(0) if kernel is None else factor_gradient(grad, v, index.expand(weight.shape), kept)
+    K, F, E = kernel.shape
+    parts |= {"matrix": kernel.transpose(1, 2).flatten(0, 1), "turned": grad.transpose(2, 3), "d_matrix": torch.empty(F, K * E)}
+    call("attend_gradient", rows=q, columns=k, values=v, grad=grad, scale=scale, **parts)
+    return d_q, d_k, d_v, parts["d_matrix"].view(F, K, E).transpose(0, 1)
 
 
-def call(
-    name: str,
-    *,
-    rows: Tensor | None = None,
-    columns: Tensor | None = None,
-    out: Tensor | None = None,
-    K: int | None = None,
-    scale: float = 1.0,
-    **parts: Tensor | None,
-) -> None:
+WRITTEN = ("out", "d_rows", "d_columns", "d_values", "d_matrix", "score", "kept", "chosen")
+
+
+def call(name: str, *, K: int | None = None, scale: float = 1.0, **parts: Tensor | None) -> None:
     """Sizes follow from the tensors. What is not written may lie anywhere in memory, if its channels lie side by side."""
-    rows, columns = (t if t is None or t.stride(3) == 1 else t.contiguous() for t in (rows, columns))
-    written = {part: parts[part] for part in ("score", "chosen") if parts.get(part) is not None}
-    read = {part: t.contiguous() for part, t in parts.items() if t is not None and part not in written}
-    if "index" in read:
-        read["index"] = read["index"].long()
-    of_rows, of_columns = (next(t for t in (these, out, read.get("weight")) if t is not None) for these in (rows, columns))
-    B, H, N, D = of_rows.shape
-    asked = Call(B=B, H=H, N=N, M=of_columns.shape[2], D=D, K=K or lists_of(read), threads=torch.get_num_threads(), scale=scale)
-    check_sizes(name, asked, {"columns": of_columns, **read})
-    for part, t in {"rows": rows, "columns": columns, "out": out}.items():
-        if t is not None:
-            setattr(asked, part, View(t.data_ptr(), *t.stride()[:3]))
-    for part, t in (read | written).items():
-        setattr(asked, part, None if t is None else t.data_ptr())
+    there = {part: t if part in WRITTEN else readable(part, t) for part, t in parts.items() if t is not None}
+    of_rows, of_columns = (next(there[part] for part in names if part in there) for names in (("rows", "out"), ("columns", "out")))
+    (B, H, N, D), M = of_rows.shape, of_columns.shape[2]
+    if "rows" not in there:  # `out` stands for them
+        D = of_columns.shape[3]
+    E = there["values"].shape[3] if "values" in there else D
+    F = next((there[part].shape[3] for part in ("grad", "out") if part in there and "matrix" in there), E)
+    K = K or there["index"].shape[-1]
+    lists = N * K if "index" in there and there["index"].dim() == 4 else 0
+    asked = Call(B=B, H=H, N=N, M=M, D=D, E=E, F=F, K=K, lists=lists, threads=torch.get_num_threads(), scale=scale)
+    check_sizes(name, asked, there)
+    for part, t in there.items():
+        setattr(asked, part, View(t.data_ptr(), *t.stride()[:3]) if part in VIEWS else t.data_ptr())
     if getattr(library(), f"neighbors_{name}")(ctypes.byref(asked)):
         raise IndexError(f"{name}: an index lies outside of the {asked.M} columns, or there is no memory")
 
 
-def lists_of(parts: dict[str, Tensor]) -> int:
-    """How long the lists are."""
-    return parts["index" if "index" in parts else "weight"].shape[-1]
+def readable(part: str, t: Tensor) -> Tensor:
+    """As the C code reads it."""
+    if part in VIEWS:
+        return t if t.stride(3) == 1 else t.contiguous()
+    return t.long().contiguous() if part in ("index", "own") else t.contiguous()
 
 
 def check_sizes(name: str, asked: Call, parts: dict[str, Tensor]) -> None:
     """The C code believes its sizes: what is too small would be read beyond its end."""
-    lists, by_rank = (asked.B, asked.H, asked.N, asked.K), (asked.K, asked.D)
-    columns = lists if name.startswith("softmax") else (asked.B, asked.H, asked.M, asked.D)
-    wanted = {"columns": columns, "index": lists, "weight": lists, "own": (asked.N,)}
-    wanted["factor"] = lists if name == "softmax_gradient" else by_rank
+    B, H, N, M, D, E, F, K = (getattr(asked, size) for size in ("B", "H", "N", "M", "D", "E", "F", "K"))
+    wanted = {"rows": (B, H, N, D), "columns": (B, H, M, D), "values": (B, H, M, E), "grad": (B, H, N, F), "bias": (N, K), "first": ()}
+    wanted |= {"matrix": (F, K * E) if name == "attend" else (K * E, F), "turned": (B, H, F, N), "d_matrix": (F, K * E)}
+    wanted |= {"d_rows": (B, H, N, D), "d_columns": (B, H, M, D), "d_values": (B, H, M, E), "own": (N,), "factor": (K, E)}
+    wanted |= dict.fromkeys(("index", "weight", "keep", "score", "kept", "chosen"), (B, H, N, K))
+    wanted["out"] = (B, H, M, D) if name == "spread" else (B, H, N, F)
+    wanted["score"] = (B * H, K, D) if name == "factor_gradient" else (B, H, N, K)
+    if asked.lists == 0:
+        wanted["index"] = (N, K)
+    if name == "scan":
+        wanted["factor"] = (M,)
     for part, tensor in parts.items():
         if tensor.shape != wanted[part]:
             raise ValueError(f"{name}: {part} must be {wanted[part]}, got {tuple(tensor.shape)}")

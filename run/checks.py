@@ -33,8 +33,12 @@ def check_neighbors(config: Config, data: Data) -> None:
         raise BadOption("bank_cap", f"keeps no row of {', '.join(lost[:10])}; --bank_evict class-balanced does", options.bank_cap)
     frozen = config.model.freeze_backbone or config.model.model == "identity"
     plain_vote = "vote" in options_of(head) and "criterion" not in options_of(head)
-    if plain_vote and options.vote.partition("(")[0].strip() == "uniform" and not (options.contrastive_weight or frozen):
-        rule = "uniform teaches the backbone nothing: use --freeze_backbone or a --contrastive_weight above 0"
+    if (
+        plain_vote
+        and options.vote.partition("(")[0].strip() == "uniform"
+        and not (options.contrastive_weight or options.proxy_weight or frozen)
+    ):
+        rule = "uniform teaches the backbone nothing: use --freeze_backbone, or a --contrastive_weight or --proxy_weight above 0"
         raise BadOption("vote", rule, options.vote)
     rows, rate, least = rows_in_bank(config, data), options.neighbor_sample, options.k_train + 2  # a mixed row leaves out two
     if rate < 1 and round(rate * rows) < least:
@@ -45,7 +49,7 @@ def check_processes(config: Config, device: torch.device) -> None:
     """What several processes can't share."""
     world = here().world
     if world > 1 and config.training.batch_size < 2 * world:
-        rule = f"is that of all processes together, and must be at least 2 rows for each of the {world}"
+        rule = f"is of all processes together, and must be at least 2 rows for each of the {world}"
         raise BadOption("batch_size", rule, config.training.batch_size)
     if world > 1 and device.type == "mps":
         raise BadOption("device", f"must be cpu or cuda: {world} processes can't share an Apple GPU", "mps")

@@ -105,8 +105,9 @@ def without_effect(values: Mapping[str, Any], data: Data) -> list[tuple[str, dic
     found += [(f"--head {values['head']}", of_head | default([] if head.learned else ["lr_attention"]))]
     found += [("--embed_dim 0", default(["lr_projection"]))] if not projects(values) else []
     found += [("a bank without --bank_cap", default(["bank_evict"]))] if not values["bank_cap"] else []
-    if frozen(values) and not projects(values):  # a contrastive loss could move nothing
-        found += [("a frozen backbone with --embed_dim 0", {"contrastive_weight": 0.0, **default(CONTRASTIVE)})]
+    if frozen(values) and not projects(values):  # losses of embeddings could move nothing
+        unmoved = {"contrastive_weight": 0.0, "proxy_weight": 0.0, **default(CONTRASTIVE)}
+        found += [("a frozen backbone with --embed_dim 0", unmoved)]
     elif not values["contrastive_weight"]:
         found += [("--contrastive_weight 0", default(CONTRASTIVE))]
     other = "contrastive_temperature" if values["contrastive_form"] == "margin" else "contrastive_margin"

@@ -13,8 +13,8 @@ import torch
 import dataset
 import models
 from classifiers import HEADS, Bank, Head
+from classifiers.approximate import check_kind
 from classifiers.classifier import Classifier, without_nan
-from classifiers.index import check_kind
 from config import FIELDS, LAYER_OPTIONS, Config
 from evaluation import cost
 from inputs import store

@@ -23,7 +23,7 @@ FLOORS = (
     ("main",),
 )
 LOOSE = {"config", "dataset", "main", "ranks", "train_eval", "utils"}
-OPEN = {"tests", "benchmarks"}  # they may import everything, and nothing of ours imports them
+OPEN = {"tests", "benchmarks"}  # they may import everything; of ours, main alone imports benchmarks, when it is asked to measure
 MOST_LINES, MOST_LINES_OF_A_FUNCTION = 400, 60
 
 
@@ -84,6 +84,23 @@ def test_no_module_imports_itself_in_a_circle() -> None:
 
     for name in sorted(imports):
         visit(name, ())
+
+
+def test_who_imports_what_measures_and_tests() -> None:
+    found = {}
+    for name, path in modules().items():
+        tree = ast.parse(path.read_text())
+        of_open = [
+            n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom | ast.Import) and {p.partition(".")[0] for p in names_of(n)} & OPEN
+        ]
+        if of_open:
+            found[name] = sorted(p for node in of_open for p in names_of(node))
+            assert not set(of_open) & set(tree.body), f"{name} imports them at its top: --help would load them"
+    assert found == {"main": ["benchmarks.bench", "benchmarks.bench"]}
+
+
+def names_of(node: ast.Import | ast.ImportFrom) -> list[str]:
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
 
 
 def test_a_walk_sees_imports_inside_functions() -> None:

@@ -123,7 +123,7 @@ def test_every_file_has_its_line() -> None:
         elif line.strip():
             files = re.findall(r"\w+\.py", line)
             named |= {f"{folder}/{file}" if line.startswith(" ") else file for file in files}
-    folders = ("run", "evaluation", "training", "classifiers", "models", "layers", "inputs", "explain", "experiments")
+    folders = ("run", "evaluation", "training", "classifiers", "models", "layers", "inputs", "explain", "experiments", "benchmarks")
     there = {str(path.relative_to(ROOT)) for name in folders for path in (ROOT / name).glob("*.py") if path.name != "__init__.py"}
     assert named == there | {path.name for path in ROOT.glob("*.py")}
 

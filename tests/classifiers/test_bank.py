@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import classifiers.bank
 import classifiers.index
+import native
 from classifiers.bank import Bank
 from classifiers.index import MISSING, scan_in_float64
 from tests.classifiers.reference import assert_exact, brute_force, filled, rewritten
@@ -56,6 +57,34 @@ def test_all_rows_equal(kind, proposals, monkeypatch):
     assert (found.index == torch.tensor([0, 1, 3, 4, 5, 6, 7])).all()
 
 
+@pytest.mark.skipif(not native.available(), reason="no C compiler here")
+@pytest.mark.parametrize("kind", ["flat", "ip"])
+@pytest.mark.parametrize("dim", [1, 8, 20, 32, 64, 80, 256])
+def test_with_and_without_compiled_code_the_same_is_found(kind, dim, monkeypatch):
+    """Rows some of which are there several times, itself left out, few and many neighbors."""
+    generator = torch.Generator().manual_seed(dim)
+    rows = F.normalize(torch.randn(800, dim, generator=generator), dim=1)[torch.randint(800, (1201,), generator=generator)]
+    bank = Bank(dim, kind=kind)
+    bank.add(rows, torch.arange(1201) % 7, torch.randperm(1201, generator=generator))
+    asked = [(k, count) for k in (1, 2, 9, 16, 64, 300) for count in (1, 37)]
+    scanned, scan = [], native.scan
+
+    def counted(queries, rows, more, count):
+        scanned.append((len(queries), count))
+        return scan(queries, rows, more, count)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "scan", counted)
+        found = [bank.search(rows[:count], k, exclude=bank.ids[:count]) for k, count in asked]
+    assert [count for queries, count in scanned if queries == 37] == [6, 7, 14, 21, 69]  # k, itself and four more, of at most 256
+    monkeypatch.setattr(native, "takes", lambda *_: False)
+    for (k, count), ours in zip(asked, found, strict=True):
+        without = bank.search(rows[:count], k, exclude=bank.ids[:count])
+        for part in ("index", "distance", "label", "embedding", "mask"):
+            assert torch.equal(getattr(ours, part), getattr(without, part)), (k, count, part)
+    assert (found[5].index.numpy() == brute_force(bank, rows[:37], 9, bank.ids[:37])[0]).all()
+
+
 def test_duplicated_rows_of_real_numbers_by_lowest_id():
     """Equal vectors must get equal distances, whichever column of FAISS's matrix product they are."""
     generator = torch.Generator().manual_seed(3)
@@ -84,7 +113,7 @@ def test_equal_distances_that_float32_does_not_see_as_equal(kind):
 
 @pytest.mark.parametrize("kind", ["flat", "ip"])
 def test_one_scan_is_enough_for_unit_rows(kind, monkeypatch):
-    """FAISS's rounding is small against the distances, and hardly any query needs a second look, in float64."""
+    """The scan's rounding is small against the distances, and hardly any query needs a second look, in float64."""
     scans, scan, again = [], classifiers.bank.scan, []
 
     def counted(*given):
@@ -123,6 +152,28 @@ def test_unit_rows_that_are_nearly_one(kind, spread, monkeypatch):
     found = bank.search(rows[:67], 7, exclude=torch.arange(67)).index
     assert again == [48]  # 4 (7 + 1 + 4)
     assert (found.numpy() == brute_force(bank, rows[:67], 7, torch.arange(67))[0]).all()
+
+
+def test_few_queries_with_many_rows_as_near_are_scanned_once_more_in_float32(monkeypatch):
+    """Two of 40 lie in a crowd of rows that float32 does not tell apart; a longer list has rows from beyond it."""
+    scans = []
+    for name in ("scan", "scan_in_float64"):
+        made = getattr(classifiers.bank, name)
+
+        def counted(queries, rows, *rest, name=name, made=made):
+            scans.append((name, len(queries), rest[-2]))
+            return made(queries, rows, *rest)
+
+        monkeypatch.setattr(classifiers.bank, name, counted)
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.randn(1013, 17, generator=generator)
+    rows[:20] = rows[0] + 1e-5 * torch.randn(20, 17, generator=generator)
+    rows = F.normalize(rows, dim=1)
+    bank = Bank(17, kind="flat")
+    bank.add(rows, torch.zeros(1013, dtype=torch.long))
+    queries = rows[18:58]
+    assert (bank.search(queries, 5).index.numpy() == brute_force(bank, queries, 5)[0]).all()
+    assert scans == [("scan", 40, 10), ("scan", 2, 40)]
 
 
 @pytest.mark.parametrize("inner", [True, False])
@@ -167,6 +218,14 @@ def test_tiny_and_huge(scale):
     rewritten(bank, bank.embeddings * scale)
     found = bank.search(queries * scale, 5).index
     assert (found.numpy() == brute_force(bank, queries * scale, 5)[0]).all()
+
+
+@pytest.mark.parametrize("kind", ["flat", "ip"])
+def test_one_query_whose_proposals_are_more_than_a_block(kind):
+    """All rows are equally near, so that all 3,001 are proposed: more numbers than one block of the ranking."""
+    bank = Bank(131, kind=kind)
+    bank.add(torch.full((3001, 131), 0.1), torch.zeros(3001, dtype=torch.long), torch.randperm(3001))
+    assert (bank.search(torch.full((1, 131), 0.3), 1000).index == torch.arange(1000)).all()
 
 
 def test_many_k_from_one_search():

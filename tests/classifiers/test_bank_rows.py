@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import native
 from classifiers.bank import Bank
+from classifiers.faiss_library import AVX512
 from classifiers.index import kept
 from inputs import store
 from tests.classifiers.reference import assert_exact, filled, rewritten
@@ -277,6 +279,38 @@ def test_search_in_a_forked_child(kind, flags):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["both", "alive", "2"], done.stderr
     assert "queries must have the bank's dimension, (rows, 16), got (64, 5)" in done.stderr
+
+
+KERNELS = """
+import ctypes, glob, os, sys
+from classifiers import faiss_library
+faiss_library.native.processor = lambda: sys.argv[1]
+faiss = faiss_library.load_faiss()
+faiss_library.load_faiss()
+folder = os.path.join(os.path.dirname(os.path.dirname(faiss.__file__)), "faiss_cpu.libs")
+blas = ctypes.CDLL(glob.glob(folder + "/libopenblas*")[0])
+blas.openblas_get_corename.restype = ctypes.c_char_p
+print(blas.openblas_get_corename().decode(), os.environ.get("OPENBLAS_CORETYPE"))
+"""
+HAS_AVX512 = set(native.processor().split()) >= AVX512
+
+
+@pytest.mark.skipif(not HAS_AVX512, reason="no AVX-512 here")
+@pytest.mark.parametrize(
+    ("flags", "chosen", "core"),
+    [
+        (sorted(AVX512), None, "SkylakeX None"),
+        (sorted(AVX512), "Haswell", "Haswell Haswell"),  # what the user chose
+        (["avx2", "avx512f"], None, None),  # what OpenBLAS takes for this processor
+    ],
+)
+def test_the_kernels_of_faiss_are_those_of_the_processor(flags, chosen, core):
+    environment = {name: value for name, value in os.environ.items() if name != "OPENBLAS_CORETYPE"}
+    environment |= {} if chosen is None else {"OPENBLAS_CORETYPE": chosen}
+    command = [sys.executable, "-c", KERNELS, "flags : " + " ".join(flags)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert core is None or done.stdout.strip() == core
+    assert done.stderr.count("faiss: OPENBLAS_CORETYPE=SkylakeX") == (core == "SkylakeX None")
 
 
 def test_importing_heads_does_not_load_faiss():

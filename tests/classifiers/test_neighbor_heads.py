@@ -149,7 +149,7 @@ def test_gradients_reach_backbone_projection_and_attention(name: str, soft: bool
     index = torch.stack((torch.arange(B), torch.arange(B).flip(0)), 1) if soft else torch.arange(B)
     goal = 0.7 * F.one_hot(target, C).float() + 0.3 * F.one_hot(target.flip(0), C) if soft else target
     terms = head.loss(backbone(torch.randn(B, 11)), goal, index)
-    expected = {"knn_nll", "contrastive"} | ({"entropy"} if "attn" in name else set())
+    expected = {"knn_nll", "contrastive", "proxies"} | ({"entropy"} if "attn" in name else set())
     expected |= {"linear_cross_entropy"} if "linear" in name else set()
     assert set(terms) == expected
     terms["knn_nll"].backward(retain_graph=True)
@@ -187,7 +187,7 @@ def test_parts_have_learning_rates_of_their_own() -> None:
     assert parts["predictor.linear.head.fc.weight"] == "head"
     assert parts["embedder.project.0.weight"] == "projection"
     assert parts["predictor.vote.weigh.q_proj.weight"] == "attention"
-    assert {part for name, part in parts.items() if ".prior." in name} == {"head"}
+    assert {part for name, part in parts.items() if ".prior." in name or "proxies" in name} == {"head"}
 
 
 def test_confidence_is_not_trained() -> None:

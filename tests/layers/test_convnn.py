@@ -95,8 +95,9 @@ def test_missing_ranks_weigh_nothing(magnitude: str) -> None:
         options: dict[str, Any] = {"magnitude_type": magnitude, "softmax_topk_val": softmax}
         layer = build("ConvNNAttention(K=9, sampling_type='spatial', num_samples=4)", **options)
         q, k = torch.randn(2, 2, 3, TOKENS, DIM // 3)
-        index, weight = layer.neighbors(q, k)
-        candidates = layer.candidates(TOKENS, q.device).tolist()
+        candidates = layer.candidates(TOKENS, q.device)
+        index, weight = layer.neighbors(*L.comparable(q, k, magnitude), candidates)
+        candidates = candidates.tolist()
         for n in range(TOKENS):
             listed = len({*candidates, n})
             assert (weight[:, :, n, :listed] != 0).all()
@@ -147,7 +148,7 @@ def test_equal_scores_go_to_the_first_tokens() -> None:
     """Images with flat background give tokens that are the same: the list must not depend on the machine."""
     layer = build("ConvNNAttention(K=5)")
     q = k = torch.ones(1, 3, TOKENS, 22)
-    index, weight = layer.neighbors(q, k)
+    _, index, weight = layer.attend(q, k, k, 5, 1.0)
     assert (index == torch.arange(5)).all()
     assert_same(weight, torch.full_like(weight, 0.2), 1e-6)
 

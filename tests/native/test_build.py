@@ -98,18 +98,45 @@ def test_it_is_switched_off_by_hand(anew: Path, monkeypatch: pytest.MonkeyPatch,
     assert "kernels: torch (NEIGHBORS_NATIVE=0)" in capsys.readouterr().err
 
 
+WAYS = """
+import multiprocessing, os, sys, threading
+import torch, native
+
+def found(_=None):
+    x = torch.arange(2 * 3 * 17 * 8.0).sin().view(2, 3, 17, 8)
+    return native.nearest(x, x, 3, None)[1].tolist()
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, i):
+        return torch.tensor(found())
+
+if __name__ == "__main__":
+    torch.set_num_threads(int(sys.argv[1]))
+    first = found()
+    if sys.argv[1] == "1":  # torch itself hangs in a raw fork after it computed with more
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if found() == first else 3)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "fork"
+    batches = [batch for batch in torch.utils.data.DataLoader(Rows(), batch_size=2, num_workers=2)]
+    assert all(row.tolist() == first for batch in batches for row in batch), "DataLoader"
+    said = []
+    threads = [threading.Thread(target=lambda: said.append(found())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert said == [first] * 4, "threads"
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.map(found, [0]) == [first], "spawn"
+"""
+
+
 @needs_compiler
-def test_a_forked_child_computes_too(tmp_path: Path) -> None:
-    """With one thread, as DataLoader workers and forked runs have it."""
-    script = (
-        "import os, torch, native\n"
-        "torch.set_num_threads(1)\n"
-        "x = torch.randn(2, 3, 17, 8)\n"
-        "first = native.nearest(x, x, 3, None)[1]\n"
-        "child = os.fork()\n"
-        "if child == 0:\n"
-        "    os._exit(0 if torch.equal(native.nearest(x, x, 3, None)[1], first) else 3)\n"
-        "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
-    )
+@pytest.mark.parametrize("count", ["1", "2"], ids="{0} threads".format)
+def test_forked_children_workers_threads_and_spawned_processes_compute_the_same(count: str, tmp_path: Path) -> None:
+    (tmp_path / "ways.py").write_text(WAYS)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    assert subprocess.run([sys.executable, "-c", script], env=environment, cwd=tmp_path, timeout=120, check=False).returncode == 0
+    subprocess.run([sys.executable, "ways.py", count], env=environment, cwd=tmp_path, timeout=300, check=True)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import native
-from layers import kernels, softmax
+from layers import kernels, lists
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="no C compiler here")
 
+ROOT = Path(__file__).parent.parent.parent
 SIZES = [  # B, H, N, M, D, K
     (2, 3, 1, 1, 8, 1), (2, 3, 5, 5, 20, 5), (1, 2, 17, 17, 1, 3), (3, 1, 65, 65, 32, 9), (1, 3, 197, 197, 64, 9),
     (2, 1, 33, 197, 80, 16), (1, 1, 197, 33, 8, 33), (1, 1, 1025, 1025, 20, 33), (5, 3, 7, 65, 64, 1), (1, 2, 3, 101, 13, 64),
@@ -25,6 +30,12 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
+
+
+SCANS = [  # Q, M, D, K
+    (1, 1, 1, 1), (9, 5, 8, 5), (7, 389, 20, 9), (23, 1537, 32, 16), (65, 997, 64, 64), (3, 4001, 80, 21), (17, 769, 256, 16),
+    (5, 401, 3, 100),
+]  # fmt: skip
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -74,28 +85,58 @@ def test_sums_over_neighbors(size: tuple[int, ...]) -> None:
     assert_near(native.factor_gradient(x, y, index, weight), gradient)
 
 
-@pytest.mark.parametrize(("K", "scale"), [(1, 1.0), (9, 0.125), (16, 3.0), (65, 1.0)])
-def test_softmax_of_lists(K: int, scale: float) -> None:
-    x, grad = 5 * random(2, 3, 11, K, seed=0), random(2, 3, 11, K, seed=1)
-    x[0, 0, 0], x[0, 0, 1, 0], x[0, 0, 2, 0] = 3.0, -torch.inf if K > 1 else 0.0, 300.0
-    exact = x.double().requires_grad_()
-    wanted = (exact * scale).softmax(-1)
-    wanted.backward(grad.double())
-    ours = x.clone().requires_grad_()
-    found = softmax.list_softmax(ours, scale)
-    found.backward(grad)
-    torch.testing.assert_close(found.double(), wanted, atol=3e-7, rtol=3e-6)
-    assert exact.grad is not None
-    assert ours.grad is not None
-    torch.testing.assert_close(ours.grad.double(), exact.grad, atol=2e-6, rtol=1e-5)
-    x[0, 0, 3, 0] = torch.nan
-    assert native.softmax(x, scale)[0, 0, 3].isnan().all()
-    small = random(2, 1, 3, K, seed=2).double().requires_grad_()
-    assert torch.autograd.gradgradcheck(lambda t: softmax.list_softmax(t, scale), (small,), fast_mode=True)
+ATTENDED = [size for size in SIZES if size[3] >= size[5]]
+
+
+@pytest.mark.parametrize("kind", ["nearest", "given", "shared, with a bias", "first"])
+@pytest.mark.parametrize("size", ATTENDED, ids=str)
+def test_attention_over_lists(size: tuple[int, ...], kind: str, threads: int) -> None:
+    """Sums, weights and all gradients against float64, with and without dropout and factors; values have a width of their own."""
+    B, H, N, M, D, K = size
+    given = None if kind == "nearest" else random(B, H, N, M, seed=5).argsort(-1)[..., :K]
+    index = given[0, 0] if given is not None and kind == "shared, with a bias" else given
+    bias = random(N, K, seed=6) if kind == "shared, with a bias" else None
+    if bias is not None and K > 1:
+        bias[0, 1] = -torch.inf
+    for dropout, factors in ((False, ()), (True, (D + 3,)), (True, (5, D + 3))):
+        keep = (random(B, H, N, K, seed=7) > 0).float() * 2 if dropout else None
+        ours = [heads(B, H, n, d, s).clone().requires_grad_() for s, (n, d) in enumerate(((N, D), (M, D), (M, D + 3)))]
+        ours += [random(K, *factors, seed=3).requires_grad_()] if factors else []
+        exact = [t.detach().double().requires_grad_() for t in ours]
+        options: dict[str, Any] = {"index": index, "first": 1.0 if kind == "first" else None}
+        found = lists.attend(ours[0], ours[1], ours[2], K, 0.3, keep=keep, bias=bias, kernel=ours[3] if factors else None, **options)
+        if index is None:  # in float32 two scores may change places
+            options["index"] = found.lists
+            torch.testing.assert_close(found.lists, native.nearest(ours[0], ours[1], K, None)[1])
+        parts = {"keep": keep, "bias": bias, "kernel": exact[3] if factors else None}
+        of_double: dict[str, Any] = {name: t if t is None else t.double() for name, t in parts.items()}
+        wanted = lists.attend(exact[0], exact[1], exact[2], K, 0.3, **of_double, **options)
+        assert_near(found.out, wanted.out)
+        torch.testing.assert_close(found.weight.double(), wanted.weight, atol=2e-6, rtol=2e-5)
+        grad = random(*found.out.shape, seed=8)
+        of_ours, of_exact = torch.autograd.grad(found.out, ours, grad), torch.autograd.grad(wanted.out, exact, grad.double())
+        for one, other in zip(of_ours, of_exact, strict=True):
+            assert_near(one, other)
+
+
+def test_a_gradient_of_the_gradient_is_that_of_the_pieces() -> None:
+    q, k, v = (heads(1, 2, 7, 4, seed).double().requires_grad_() for seed in range(3))
+    assert torch.autograd.gradgradcheck(lambda q, k, v: lists.attend(q, k, v, 3, 0.5).out, (q, k, v), fast_mode=True)
+
+
+def test_what_is_no_number_stays_in_its_row() -> None:
+    q, k, v = (heads(1, 2, 11, 8, seed).clone() for seed in range(3))
+    clean = native.attend(q, k, v, None, 3, 0.5)
+    q[0, 1, 4, 2] = torch.nan
+    found = native.attend(q, k, v, None, 3, 0.5)
+    assert found[2][0, 1, 4].isnan().all()
+    for before, after in zip(clean, found, strict=True):
+        after[0, 1, 4] = before[0, 1, 4]
+        assert torch.equal(before, after)
 
 
 def assert_near(found: Tensor, wanted: Tensor) -> None:
-    scale = float(wanted.abs().max()) + 1
+    scale = float(wanted.detach().abs().max()) + 1
     torch.testing.assert_close(found.double(), wanted, atol=2e-5 * scale, rtol=0)
 
 
@@ -106,9 +147,10 @@ def test_whatever_the_number_of_threads_the_numbers_are_the_same() -> None:
         torch.set_num_threads(count)
         q, k, v = (heads(2, 3, 29, 20, seed).clone().requires_grad_() for seed in range(3))
         factor = random(7, 20, seed=3).requires_grad_()
+        found_by_scan = native.scan(q[0, 0].detach(), k.detach().reshape(-1, 20), None, 7)
         score, index = kernels.nearest(q, k, 7, None)
         kernels.rank_conv(v, index, score.softmax(-1), factor).square().sum().backward()
-        found.append([score, index, *(t.grad for t in (q, k, v, factor))])
+        found.append([score, index, *found_by_scan, *(t.grad for t in (q, k, v, factor))])
     torch.set_num_threads(before)
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
@@ -124,6 +166,61 @@ def test_equal_scores_go_by_column_and_what_is_no_number_comes_as_without() -> N
         assert native.nearest(torch.ones(1, 1, 1, 1), one, 3, None)[1].flatten().tolist() == of_row
     many = torch.ones(1, 1, 1025, 1)
     assert native.nearest(many[:, :, :2], many, 9, None)[1][0, 0].tolist() == [list(range(9))] * 2
+
+
+@pytest.mark.parametrize("size", SCANS, ids=str)
+def test_a_scan(size: tuple[int, ...], threads: int) -> None:
+    Q, M, D, K = size
+    q, x, more = random(Q, D, seed=0), random(M, D, seed=1), random(M, seed=2)
+    for added in (None, more):
+        exact = q.double() @ x.double().T + (0 if added is None else added.double())
+        wanted = exact.sort(dim=1, descending=True, stable=True).values[:, :K]
+        score, index = native.scan(q, x, added, K)
+        torch.testing.assert_close(score.double(), wanted, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(exact.gather(1, index), wanted, atol=1e-5, rtol=1e-5)
+        assert (index.sort(1).values.diff(dim=1) > 0).all()  # each row once
+
+
+@pytest.mark.parametrize("K", [1, 2, 13, 64])
+def test_a_scan_of_whole_numbers_is_exact_and_equals_go_by_row(K: int, threads: int) -> None:
+    """Few different scores, so that the K-th is tied with many, in chunks before and after it."""
+    generator = torch.Generator().manual_seed(K)
+    q, x = (torch.randint(-2, 3, (count, 5), generator=generator).float() for count in (19, 1301))
+    wanted = (q @ x.T).sort(dim=1, descending=True, stable=True)
+    score, index = native.scan(q, x, None, K)
+    assert torch.equal(index, wanted.indices[:, :K])
+    assert torch.equal(score, wanted.values[:, :K])
+
+
+@pytest.mark.parametrize("way", [1, -1])
+def test_a_scan_of_rows_that_come_in_order(way: int) -> None:
+    """The worst ones first: each is better than all before. And the best ones first."""
+    x = torch.arange(way * 900.0, way * -900, -way)[:, None]
+    score, index = native.scan(torch.ones(3, 1), x, None, 40)
+    assert torch.equal(score, torch.arange(40) * -1.0 + (900 if way > 0 else 899) + torch.zeros(3, 1))
+    assert (index == (torch.arange(40) if way > 0 else torch.arange(1799, 1759, -1))).all()
+
+
+def test_what_is_no_number_is_never_found_by_a_scan() -> None:
+    more = torch.zeros(500)
+    more[:490], more[495], more[496] = torch.nan, torch.inf, -torch.inf
+    score, index = native.scan(torch.zeros(2, 3), torch.ones(500, 3), more, 11)
+    assert index.tolist() == [[495, 490, 491, 492, 493, 494, 497, 498, 499, -1, -1]] * 2
+    assert score[0].tolist() == [torch.inf, *[0.0] * 8, -torch.inf, -torch.inf]
+
+
+def test_a_scan_takes_no_memory_for_queries_by_rows() -> None:
+    """4,096 x 100,000 scores would be 1.6 GB."""
+    script = (
+        "import resource, torch, native\n"
+        "q, x = torch.randn(4096, 4), torch.randn(100_000, 4)\n"
+        "native.scan(q[:8], x, None, 3)\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "native.scan(q, x, None, 3)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    assert int(done.stdout) < 4000, f"{done.stdout} kB"
 
 
 def test_a_row_leaves_itself_out() -> None:
@@ -168,7 +265,13 @@ def test_sizes_that_do_not_fit_are_an_error_and_no_read_beyond_the_end() -> None
         lambda: native.pair_dot(x, y[..., :5], index),
         lambda: native.factor_gradient(x, y, index, weight[:, :2]),
         lambda: native.nearest(x, y[:, :2], 3, None),
-        lambda: native.softmax_gradient(weight[..., :3], weight, 1.0),
+        lambda: native.attend(x, y, y[:, :, :6], None, 3, 1.0),
+        lambda: native.attend(x, y, y, index, 4, 1.0, bias=torch.ones(4, 5)),
+        lambda: native.attend(x, y, y, index, 4, 1.0, keep=weight[:1]),
+        lambda: native.attend(x, y, y, index[0, 0], 3, 1.0),
+        lambda: native.attend_gradient(x[..., :7], x, y, y, index, weight, 1.0, False),
+        lambda: native.scan(x[0, 0], y[0, 0], torch.ones(6), 3),
+        lambda: native.scan(x[0, 0], y[0, 0, :, :5], None, 3),
     ):
         with pytest.raises(ValueError, match=r" must be \(.*\), got \("):
             call()
@@ -187,8 +290,8 @@ def test_the_operators_announce_what_they_return_of_images_too(depthwise: bool) 
         (kernels.spread, (q, index, weight, M)),
         (kernels.pair_dot, (q, k, index)),
         (kernels.rank_conv, (k, index, weight, kernel)),
-        (softmax.list_softmax, (weight, 0.3)),
-        (softmax.list_softmax_backward, (weight, weight.detach().softmax(-1).requires_grad_(), 0.3)),
+        (lists._attend, (q, k, k, None, K, 0.3, None, None, None, kernel)),
+        (lists._attend, (q, k, k, index, K, 0.3, torch.zeros(N, K), 1.0, torch.ones_like(weight), None)),
     ]:
         torch.library.opcheck(op, inputs, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
 

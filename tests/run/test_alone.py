@@ -78,6 +78,7 @@ TABLE: dict[str, list[dict[str, Any]]] = {
     "memory_update_freq": [{**KNN, "memory_update_freq": 0.5}],
     "neighbor_sample": [{**ATTN, "neighbor_sample": 0.25}],
     "contrastive_weight": [{**ATTN, "contrastive_weight": 0.0}],
+    "proxy_weight": [{**ATTN, "proxy_weight": 0.0}],
     "contrastive_form": [{**ATTN, "contrastive_form": "margin"}],
     "contrastive_temperature": [{**ATTN, "contrastive_temperature": 0.3}],
     "contrastive_margin": [{**ATTN, "contrastive_form": "margin", "contrastive_margin": 0.2}],

@@ -218,7 +218,7 @@ def test_ready_made_features_are_a_frozen_backbone(tmp_path: Path) -> None:
     assert completed(dataset=rows, model="identity", head="knn", embed_dim=4, k_train=3)[0].training.num_epochs > 1
     assert completed(dataset=rows, model="identity", head="linear+knn", k_train=3)[0].training.num_epochs > 1
     with pytest.raises(BadOption, match="vote uniform teaches the backbone nothing"):
-        completed(dataset=rows, head="knn", vote="uniform()", contrastive_weight=0.0, k_train=3)
+        completed(dataset=rows, head="knn", vote="uniform()", contrastive_weight=0.0, proxy_weight=0.0, k_train=3)
 
 
 def test_no_validation_rows_are_explained(capsys: pytest.CaptureFixture[str]) -> None:

@@ -284,7 +284,7 @@ def test_foreign_tables_keep_their_units(tmp_path: Path) -> None:
         ({"index": "IVF89,Flat"}, "index must have at most as many lists as the bank has rows \\(88\\), not 89"),
         ({"index": "IVF40,Flat", "bank_cap": 39}, "index must have at most as many lists as the bank has rows \\(39\\), not 40"),
         ({"index": "PQ4"}, "index must have at most as many values of a code as the bank has rows \\(88\\), not 256"),
-        ({"head": "knn", "vote": "uniform", "contrastive_weight": 0.0}, "vote uniform teaches the backbone nothing"),
+        ({"head": "knn", "vote": "uniform", "contrastive_weight": 0.0, "proxy_weight": 0.0}, "vote uniform teaches the backbone nothing"),
         ({"head": "knn", "vote": "unifrom"}, "did you mean 'uniform'"),
         ({"head": "attnknn"}, "did you mean 'attn-knn'"),
         ({"index": "flatt"}, "index must be one of"),

@@ -1,0 +1,212 @@
+"""Attention over lists of neighbors as one operator: scores, softmax over the K of a list, weighted sum, and their gradients.
+
+Float32 on a CPU is computed by the C code in one call (native/nearest.c), all else by the operators of kernels.py in turn: the same
+numbers but for rounding. Gradients of gradients are those of `composed`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+import native
+from layers import kernels
+from layers.functional import say_once
+
+
+class Attended(NamedTuple):
+    out: Tensor  # (B, H, N, E)
+    lists: Tensor  # (B, H, N, K), columns: int64, or int32 as a GPU kernel chose them
+    weight: Tensor  # (B, H, N, K), before dropout
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    K: int,
+    scale: float,
+    *,
+    index: Tensor | None = None,
+    bias: Tensor | None = None,
+    first: float | None = None,
+    keep: Tensor | None = None,
+    kernel: Tensor | None = None,
+) -> Attended:
+    """softmax(scale q . k + bias) over a list of K columns for each row, and the sum of their values with these weights.
+
+    The list is `index` (N, K) or (B, H, N, K), or the K nearest, best first. bias (K,) or (N, K): -inf leaves a column out. `first`: the
+    score of the first in each list, whatever its product. keep: what dropout multiplies the weights by. kernel (K, D): a factor a rank
+    and channel; (K, E, D): a matrix a rank.
+    """
+    if bias is not None:
+        bias = bias.expand(q.shape[2], K).contiguous()
+    out, chosen, weight = _attend(q, k, v, index, K, scale, bias, first, keep, kernel)
+    return Attended(out, chosen if index is None else _of_all(index, q), weight)
+
+
+def _of_all(index: Tensor, q: Tensor) -> Tensor:
+    return index.expand(*q.shape[:2], *index.shape[-2:])
+
+
+def composed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: Tensor | None,
+    K: int,
+    scale: float,
+    bias: Tensor | None,
+    first: float | None,
+    keep: Tensor | None,
+    kernel: Tensor | None,
+) -> Attended:
+    if index is None:
+        score, index = kernels.nearest(q, k, K, None)
+    else:
+        index = _of_all(index, q)
+        score = kernels.pair_dot(q, k, index)
+    score = score * scale if bias is None else score * scale + bias
+    if first is not None:
+        score = torch.cat([torch.full_like(score[..., :1], first), score[..., 1:]], -1)
+    weight = score.softmax(-1)
+    kept = weight if keep is None else weight * keep
+    return Attended(kernels.bag(v, index, kept) if kernel is None else kernels.rank_conv(v, index, kept, kernel), index, weight)
+
+
+# ---------------------------------------------------------------- the C code as an operator
+
+LISTS = "Tensor q, Tensor k, Tensor v, Tensor? index, int K, float scale, Tensor? bias, float? first, Tensor? keep, Tensor? kernel"
+
+
+@torch.library.custom_op("neighbors::attend", mutates_args=(), schema=f"({LISTS}) -> (Tensor, Tensor, Tensor)")
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: Tensor | None,
+    K: int,
+    scale: float,
+    bias: Tensor | None,
+    first: float | None,
+    keep: Tensor | None,
+    kernel: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, the list that was chosen (int32 where Triton chose it; empty where it was given), weights."""
+    if in_one_kernel(q, k, v, index, K, bias, first, keep, kernel):
+        from layers import triton_topk
+
+        return triton_topk.attend(q, k, v, K, scale)
+    if (index is not None or K <= native.MOST_RANKS) and _native_takes(q, k, v, kernel):
+        return native.attend(q, k, v, index, K, scale, bias, first, keep, kernel)
+    out, chosen, weight = composed(q, k, v, index, K, scale, bias, first, keep, kernel)
+    return out, chosen if index is None else index.new_empty(0), weight
+
+
+def in_one_kernel(q: Tensor, k: Tensor, v: Tensor, index: Tensor | None, K: int, *options: Any) -> bool:
+    """Whether Triton computes this on a GPU: plain attention over the K nearest, without a bias, dropout or a convolution over ranks."""
+    if not q.is_cuda or index is not None or any(option is not None for option in options):
+        return False
+    try:
+        from layers import triton_topk
+    except ImportError:
+        say_once("kernels: torch (Triton is not installed; with it, hard top-K attention moves less memory)")
+        return False
+    return triton_topk.takes(q, k, v, K)
+
+
+@_attend.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, index: Tensor | None, K: int, _: float, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    b, h, n, _d = q.shape
+    kernel = rest[-1]
+    width = v.shape[3] if kernel is None or kernel.dim() == 2 else kernel.shape[1]
+    out = v.new_empty(b, n, h, width).transpose(1, 2)
+    chosen = (b, h, n, K) if index is None else (0,)
+    kind = torch.int32 if in_one_kernel(q, k, v, index, K, *rest) else torch.int64
+    return out, q.new_empty(chosen, dtype=kind), q.new_empty(b, h, n, K)
+
+
+@torch.library.custom_op(
+    "neighbors::attend_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor index, Tensor weight, float scale, bool first, Tensor? keep, Tensor? kernel)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _attend_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: Tensor,
+    weight: Tensor,
+    scale: float,
+    first: bool,
+    keep: Tensor | None,
+    kernel: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients in q, k, v and the kernel (empty where there is none)."""
+    if _native_takes(q, k, v, kernel):
+        return native.attend_gradient(grad, q, k, v, index, weight, scale, first, keep, kernel)
+    index, kept, columns = _of_all(index, q).long(), weight if keep is None else weight * keep, k.shape[2]
+    if kernel is None:
+        d_v, d_kept, d_kernel = kernels.spread(grad, index, kept, columns), kernels.pair_dot(grad, v, index), v.new_empty(0)
+    else:
+        d_v, d_kept, d_kernel = kernels.rank_conv_backward(grad, v, index, kept, kernel)
+    d_weight = d_kept if keep is None else d_kept * keep
+    d_score = scale * weight * (d_weight - (d_weight * weight).sum(-1, keepdim=True))
+    if first:
+        d_score[..., 0] = 0
+    return kernels.bag(k, index, d_score), kernels.spread(q, index, d_score, columns), d_v, d_kernel
+
+
+def _native_takes(q: Tensor, k: Tensor, v: Tensor, kernel: Tensor | None) -> bool:
+    return native.takes(q, k, v) and (kernel is None or native.takes(kernel))
+
+
+@_attend_backward.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    kernel = rest[-1]
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), v.new_empty((0,) if kernel is None else kernel.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, index, ctx.K, ctx.scale, bias, ctx.first, keep, kernel = inputs
+    ctx.given = index is not None
+    ctx.save_for_backward(q, k, v, output[1] if index is None else index, output[2], bias, keep, kernel)
+
+
+def _backward(ctx: Any, grad: Tensor, _: Any, of_weight: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, index, weight, bias, keep, kernel = ctx.saved_tensors
+    if torch.is_grad_enabled():  # a gradient of this gradient is wanted: of the pieces, which have one
+        with torch.enable_grad():
+            pieces = composed(q, k, v, index, ctx.K, ctx.scale, bias, ctx.first, keep, kernel)
+            wanted = [t for t in (q, k, v, kernel) if t is not None and t.requires_grad]
+            found = iter(torch.autograd.grad(pieces.out, wanted, grad, create_graph=True))
+        d_q, d_k, d_v, d_kernel = (next(found) if t is not None and t.requires_grad else None for t in (q, k, v, kernel))
+        return d_q, d_k, d_v, None, None, None, None, None, None, d_kernel
+    d_q, d_k, d_v, d_kernel = _attend_backward(grad, q, k, v, index, weight, ctx.scale, ctx.first is not None, keep, kernel)
+    return d_q, d_k, d_v, None, None, None, None, None, None, d_kernel if kernel is not None else None
+
+
+_attend.register_autograd(_backward, setup_context=_save)
+
+for _op in (_attend, _attend_backward):
+    for _device in ("cpu", "cuda"):
+        _op.register_autocast(_device, torch.float32)
+
+
+@register_flop_formula(torch.ops.neighbors.attend)
+def _attend_flops(q: Any, k: Any, v: Any, index: Any, K: int, *rest: Any, **_: Any) -> int:
+    lists = math.prod(q[:3]) * K
+    select = 2 * math.prod(q) * k[2] if index is None else 2 * lists * q[3]
+    return select + (2 if rest[-1] is None else 3) * lists * v[3]
+
+
+@register_flop_formula(torch.ops.neighbors.attend_backward)
+def _attend_backward_flops(grad: Any, q: Any, k: Any, v: Any, index: Any, weight: Any, *rest: Any, **_: Any) -> int:
+    lists = math.prod(weight)
+    return 4 * lists * q[3] + (4 if rest[-1] is None else 8) * lists * v[3]

@@ -301,7 +301,9 @@ class SharedStatistics(TorchFunctionMode):
                 running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), momentum)
         found = away * (var + eps).rsqrt().view(shape)
         if weight is not None and bias is not None:
-            found = found * weight.view(shape) + bias.view(shape)
+            # NOTE: times 1, or the gradient of a bias would be a view of that of a single pixel, shared with a parallel layer's, and both
+            # would be clipped in the same memory.
+            found = found * weight.view(shape) + bias.view(shape) * 1
         return found.to(x.dtype)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from utils import fold_in
 ROWS, BATCH = 20, 21  # names of the random streams
 M1, M2 = 0x7FEB352D, 0x846CA68B - 2**32  # factors of a hash of 32 bits (lowbias32, C. Wellons)
 PLACES = 32  # whose keys are made at once
+SIZES = 64
 
 
 def scattered(x: Tensor) -> Tensor:
@@ -32,9 +32,18 @@ def scattered(x: Tensor) -> Tensor:
     return x ^ (x >> 16 & 0xFFFF)
 
 
-@lru_cache(maxsize=64)
+_numbered: dict[tuple[int, torch.device], Tensor] = {}
+
+
 def numbered(count: int, device: torch.device) -> Tensor:
-    return scattered(torch.arange(count, dtype=torch.int32, device=device))
+    """The numbers below count, scattered; kept, for the few sizes that a model has."""
+    if torch.compiler.is_compiling():  # what is made in a graph stays in it
+        return scattered(torch.arange(count, dtype=torch.int32, device=device))
+    if (count, device) not in _numbered:
+        if len(_numbered) >= SIZES:
+            _numbered.clear()
+        _numbered[count, device] = scattered(torch.arange(count, dtype=torch.int32, device=device))
+    return _numbered[count, device]
 
 
 class Draws:

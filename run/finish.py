@@ -27,7 +27,7 @@ from inputs.rows import Data
 from ranks import here
 from run.checks import check_evaluation, check_processes, warn_of_known_rows
 from run.directory import ERROR, FLAT, RunDirectory, files_of, list_files
-from run.parts import Kept, build_model, dry_run, foreign_rows, loader, loaders
+from run.parts import Kept, build_model, dry_run, foreign_rows, input_shape, loader, loaders, warn_of_own_draws
 from run.prepare import calibration_mode, groups_of, prepare
 from run.provenance import git_state, versions
 from run.saved import run_of
@@ -63,6 +63,7 @@ class Parts:
             if weights is not None:
                 model.load_state_dict(weights)  # a frozen backbone is asked for its features before the loop loads the rest
             gflops = dry_run(model, data, config, device)
+            warn_of_own_draws(config, model.backbone, input_shape(config, data))
         check_evaluation(config, data, typed)
         return Parts(config, data, model, device, gflops, rows_for_ood(config, data, device), typed)
 

@@ -14,8 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 
+from layers.dropout import drop_by_rows
+from models import ModelSpec, build
 from ranks import Alone, here
+from run.parts import draws_itself
 from tests import many
 
 ROOT = Path(__file__).parent.parent
@@ -127,9 +131,20 @@ def test_who_knows_that_there_are_several() -> None:
         *("classifiers/classifier.py", "classifiers/embedder.py", "classifiers/neighbor_heads.py"),
         *("train_eval.py", "training/state.py", "training/bank.py"),  # the step, evaluation, the bank
         *("training/progress.py", "training/checkpoint.py"),  # when to stop, and who saves
-        *("run/run.py", "run/finish.py", "run/shared.py", "run/checks.py"),  # who writes
+        *("run/run.py", "run/finish.py", "run/shared.py", "run/checks.py", "run/parts.py"),  # who writes
     }
     assert not [p for p in asks if re.search(r"here\(\)\.rank\b", (ROOT / p).read_text())]
+
+
+@pytest.mark.parametrize(
+    ("name", "dropout", "itself"), [("vit_tiny_patch16_224", 0.3, False), ("resnet10t", 0.0, False), ("resnet10t", 0.3, True)]
+)
+def test_a_model_that_draws_itself_is_found_out(name: str, dropout: float, itself: bool) -> None:
+    backbone = build(ModelSpec(name=f"timm/{name}", shape=(3, 32, 32), num_classes=5, dropout=dropout, attention_dropout=dropout))
+    drop_by_rows(backbone)
+    before = torch.random.get_rng_state()
+    assert draws_itself(backbone, (3, 32, 32)) == itself
+    assert torch.equal(before, torch.random.get_rng_state())
 
 
 # ---------------------------------------------------------------- when one is gone

@@ -223,6 +223,7 @@ class Action:
     resume: str | None = flag(None, "RUN to continue as if it had never stopped")
     stop_after: int | None = flag(None, "end this sitting after so many epochs in all; --resume goes on", rule=at_least(1))
     test_only: bool = flag(False, "evaluate --checkpoint and stop")
+    timeout: float = flag(60.0, "seconds without a sign after which a process of several counts as lost (torchrun)", rule=above(0))
     checkpoint: str | None = flag(None, "RUN, or a folder in its checkpoints, for --test_only")
 
 

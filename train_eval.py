@@ -1,8 +1,8 @@
 """The loop: train, evaluate, checkpoint, resume. It reads from top to bottom.
 
 A classifier is a backbone (images or rows to features) and a head (features to a loss, or to log-probabilities); the loop knows
-neither what attention is nor which head it trains. Order, augmentation, noise and MixUp follow from (seed, epoch, row or batch).
-Dropout, random candidates of a layer and `--neighbor_sample` draw from torch's running generator, whose state is saved.
+neither what attention is nor which head it trains. Everything random follows from the seed, the epoch and the row (order, augmentation,
+noise, dropout) or the batch (MixUp, random candidates of a layer, `--neighbor_sample`); so a run that goes on needs no generator's state.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from config import Config
 from inputs.augmentation import mixup
 from inputs.batches import MIXUP, AnyBatches
 from inputs.rows import Batch
+from layers.dropout import drawing
+from layers.functional import full_precision
+from ranks import here
 from training.bank import BankRefresher
 from training.checkpoint import Checkpoints
 from training.progress import Log, Stop
@@ -55,7 +58,7 @@ def train(
                 refresher.for_training()
                 step(state, group)
                 log.step(place.epoch, place.batch, place.mean_losses(), (place.rows - rows) / (time.perf_counter() - started))
-                if stop.signal and place.batch < len(train_set):
+                if stop.agreed() and place.batch < len(train_set):
                     place.seconds += time.perf_counter() - started
                     state.save(checkpoints)
                     where = f"epoch {place.epoch + 1}, batch {place.batch} of {len(train_set)}"
@@ -75,7 +78,7 @@ def train(
             checkpoints.lines.append(line)  # the checkpoint has it first: what is missing on disk is written again from there
             state.save(checkpoints, state.as_best(scores) if better else None)
             log.epoch(line, better)
-            if stop.signal:
+            if stop.agreed():
                 raise Stopped(f"stopped by {stop.name} after epoch {place.epoch}", stop.exit_code)
     if place.epoch < config.training.num_epochs and not out_of_patience(place, patience):
         raise Stopped(f"stopped after epoch {place.epoch} of {config.training.num_epochs}, as asked", 0)
@@ -88,24 +91,27 @@ def step(state: TrainingState, group: list[Batch]) -> None:
     if not model.training:
         model.train()
     state.schedule.before_update(place.updates)
-    rows, loss = sum(len(batch) for batch in group), 0.0
-    for batch in group:
+    rows, sums = sum(batch.of for batch in group), dict[str, float]()
+    for number, batch in enumerate(group, 1):
         # Forward, on rows that were mixed with others of their batch.
         draw = fold_in(state.seed, MIXUP, place.epoch, place.batch)
         batch = mixup(batch, model.num_classes, options.mixup_alpha, options.cutmix_alpha, draw)
-        terms = model.loss(batch)
-        losses = torch.stack(list(terms.values()))
-        # Backward. A row counts the same in a small last batch.
-        scaler.scale(losses.sum() * (len(batch) / rows)).backward()
+        drawn = drawing(state.seed, place.epoch, place.batch, batch.index)
+        with here().during(state.loss, counts=batch.counts, last=number == len(group)), drawn:
+            terms = state.loss(batch)
+            losses = torch.stack(list(terms.values()))
+            # Backward. A row counts the same in a small last batch, and on each of several processes, whose gradients are averaged.
+            scaler.scale(losses.sum() * (here().world * len(batch) / rows)).backward()
         place.batch += 1
         for name, value in zip(terms, losses.tolist(), strict=True):
-            place.losses[name] = place.losses.get(name, 0.0) + value * len(batch)
-            loss += value * len(batch) / rows
+            sums[name] = sums.get(name, 0.0) + value * len(batch)
+    for name, value in (sums := here().summed(sums)).items():
+        place.losses[name] = place.losses.get(name, 0.0) + value
     # Guard: no step on what is not finite.
     scaler.unscale_(optimizer)
     norm = torch.nn.utils.get_total_norm([p.grad for p in state.parameters.values() if p.grad is not None])
     place.grad_norm = norm.item()
-    state.require_finite(loss)
+    state.require_finite(sum(sums.values()) / rows)
     # Clip, step, average.
     if options.clip_grad_norm:
         torch.nn.utils.clip_grads_with_norm_(list(state.parameters.values()), options.clip_grad_norm, norm)
@@ -165,5 +171,6 @@ def out_of_patience(place: Place, patience: int) -> bool:
 
 def evaluate(model: Classifier, rows: AnyBatches) -> dict[str, float]:
     """Metrics of the model as trained, over all rows: predictions are collected, then counted once."""
-    log_probs = model.of_rows(rows, lambda features: model.head(features).float())
-    return standard_metrics(log_probs.cpu(), rows.target.cpu())
+    log_probs = model.of_rows(rows, lambda features: full_precision(model.head(features)))
+    # NOTE: what follows from them must be the same everywhere, and processors may differ in the last digit.
+    return here().on_first(lambda: standard_metrics(log_probs.cpu(), rows.target.cpu()))

@@ -143,9 +143,13 @@ def shortened(text: object, most: int) -> str:
     return kept.rstrip(" ,;:.(") + "..."
 
 
+SPEAKS = [True]  # of several processes that do the same, one says it
+
+
 def say(message: str) -> None:
     """What was chosen, and why: one line on standard error."""
-    print(message, file=sys.stderr, flush=True)
+    if SPEAKS[0]:
+        print(message, file=sys.stderr, flush=True)
 
 
 def warn(message: str) -> None:

@@ -1,6 +1,6 @@
 """A head for `benchmarks/training.py forms`: features less their running mean, as DINO centers its outputs, in place of standardized ones.
 
-    python main.py --head centered-attn-knn --plugin benchmarks/centering.py
+python main.py --head centered-attn-knn --plugin benchmarks/centering.py
 """
 
 from __future__ import annotations

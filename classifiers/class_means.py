@@ -19,7 +19,7 @@ class ClassMeans:
     def cosine(self, embedding: Tensor, exclude: Tensor | None = None) -> Tensor:
         """Cosine of each embedding (B, D) with the mean of each class (B, C), without the rows whose ids `exclude` names: (B,) or
         (B, M). 0 for a class without rows."""
-        sums = self.sums.to(embedding.device)
+        sums = self.sums.to(embedding)
         dots = embedding @ sums.T  # (B, C)
         squares = sums.square().sum(1).expand_as(dots).clone()
         if exclude is not None:
@@ -27,7 +27,7 @@ class ClassMeans:
             rows, label, mask = self.bank.take(exclude)  # (B, M, D), (B, M)
             again = (exclude[:, :, None] == exclude[:, None]).tril(-1).any(2)  # a row mixed with itself is left out once
             mask = mask & ~again.to(mask.device)
-            rows = rows.masked_fill(~mask[..., None], 0)
+            rows = rows.to(sums).masked_fill(~mask[..., None], 0)
             dots.scatter_add_(1, label, -(rows @ embedding[:, :, None])[..., 0])
             # |S - a - b|^2 = |S|^2 - 2 S.(a + b) + |a + b|^2, for the rows of one class
             together = (label[:, :, None] == label[:, None]).to(rows.dtype)  # (B, M, M)

@@ -14,6 +14,9 @@ from classifiers.predictors import Predictor
 from classifiers.retrieved import Retrieved
 from inputs.batches import AnyBatches
 from inputs.rows import Batch
+from layers.dropout import drop_by_rows
+from layers.functional import full_precision
+from ranks import here
 from utils import Diverged, wrong_return
 
 
@@ -28,6 +31,7 @@ class Classifier(nn.Module):
         super().__init__()
         self.backbone, self.head = backbone, head
         self.num_classes, self.facts, self.use_amp = num_classes, facts, use_amp
+        drop_by_rows(self)
         self.calibrated: Predictor | None = None  # None: the classifier answers as it was trained
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
@@ -36,7 +40,7 @@ class Classifier(nn.Module):
     def features(self, batch: Batch) -> Tensor:
         """(B, F). Of a frozen backbone they may have been computed before."""
         with self.autocast(batch.x.device):
-            return (batch.x if batch.embedded else self.backbone(batch.x)).float()
+            return full_precision(batch.x if batch.embedded else self.backbone(batch.x))
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
         """Named terms, whose sum is minimized."""
@@ -45,7 +49,7 @@ class Classifier(nn.Module):
             terms = self.head.loss(features, batch.target, batch.index)
             if not isinstance(terms, dict) or not terms or not all(isinstance(t, Tensor) and t.ndim == 0 for t in terms.values()):
                 raise wrong_return(self.head.loss, 'a dict of named terms, each a tensor without axes: {"name": term}', terms)
-            return {name: term.float() for name, term in terms.items()}
+            return {name: full_precision(term) for name, term in terms.items()}
 
     def forward(self, x: Tensor) -> Tensor:
         """Inputs to log-probabilities, as trained."""
@@ -64,7 +68,7 @@ class Classifier(nn.Module):
         for batch in rows.epoch():
             features = self.features(batch)
             parts.append(features if answer is None else answer(features))
-        return without_nan(torch.cat(parts))
+        return without_nan(here().gathered(parts))
 
     @torch.no_grad()
     def predict(self, x: Tensor, *, calibrated: bool = True) -> Tensor:

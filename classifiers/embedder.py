@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ranks import here
 from utils import BadOption
 
 LEAST = 1e-12  # a vector that is shorter points nowhere
@@ -32,7 +33,7 @@ class Standardize(nn.BatchNorm1d):
         super().__init__(num_features, affine=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training and len(x) > 1:
+        if self.training and here().total(len(x)) > 1:
             assert self.num_batches_tracked is not None
             self.momentum = max(0.1, 1 / (1 + int(self.num_batches_tracked)))  # a mean of the first ten batches, not of them and (0, 1)
             return super().forward(x)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from classifiers.bank import Bank
 from classifiers.predictors import HeadPredictor, Predictor
 from classifiers.retrieved import Retrieved
+from layers.functional import full_precision
 from utils import Registry
 
 
@@ -72,11 +73,11 @@ class LinearHead(Head):
         self.criterion, self.label_smoothing = criterion, label_smoothing
 
     def loss(self, features: Tensor, target: Tensor, index: Tensor) -> dict[str, Tensor]:
-        logits = self.fc(features).float()
+        logits = full_precision(self.fc(features))
         if self.criterion == "CrossEntropy":
             return {"cross_entropy": F.cross_entropy(logits, target, label_smoothing=self.label_smoothing)}
         soft = target if target.ndim == 2 else F.one_hot(target, logits.shape[1]).to(logits.dtype)
         return {"squared_error": F.mse_loss(logits, soft * (1 - self.label_smoothing) + self.label_smoothing / logits.shape[1])}
 
     def forward(self, features: Tensor) -> Tensor:
-        return F.log_softmax(self.fc(features).float(), 1)
+        return F.log_softmax(full_precision(self.fc(features)), 1)

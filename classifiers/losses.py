@@ -5,19 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from layers.functional import full_precision
 from utils import BadOption
-
-
-def full(x: Tensor) -> Tensor:
-    """At least float32: half precision is too coarse for a logarithm of a sum over the batch."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def nll(log_probs: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Mean negative log-likelihood. Smoothing gives that share of the target to all classes alike."""
     if not 0 <= label_smoothing <= 1:
         raise BadOption("label_smoothing", "must be from 0 to 1", label_smoothing)
-    log_probs = full(log_probs)
+    log_probs = full_precision(log_probs)
     # a class that is not in a soft target costs nothing even where its log-probability is -inf
     rows = -log_probs.gather(1, target[:, None]) if target.ndim == 1 else -(target * log_probs).masked_fill(target == 0, 0).sum(1)
     return (1 - label_smoothing) * rows.mean() - label_smoothing * log_probs.mean() if label_smoothing else rows.mean()
@@ -32,7 +28,7 @@ def _pairs(z: Tensor, target: Tensor, index: Tensor | None) -> tuple[Tensor, Ten
     index: row numbers (B,), or (B, 2) of mixed rows. NOTE: two mixtures of the same rows differ in little but their labels, and
     would be the hardest negatives of the batch; a row is not its own negative, nor its own positive.
     """
-    z = full(z)
+    z = full_precision(z)
     with torch.autocast(z.device.type, enabled=False):
         cosine = z @ z.T
         soft = target.to(z.dtype)
@@ -109,7 +105,7 @@ def collapse(weights: Tensor, mask: Tensor | None = None) -> Tensor:
 
     0 if all have the same say, log(neighbors) if one has it all.
     """
-    weights = full(weights)
+    weights = full_precision(weights)
     mask = torch.ones_like(weights, dtype=torch.bool) if mask is None else mask
     weights = weights.masked_fill(~mask, 0)
     # NOTE: entr's gradient at 0 is infinite.

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from layers.functional import full_precision
 from utils import BadOption
 
 START = 0.1  # temperature of the cosine that the attention starts from
@@ -17,7 +18,7 @@ HIDDEN = 64  # of the network from a squared distance to a bias
 
 def masked_softmax(logits: Tensor, mask: Tensor | None) -> Tensor:
     """Softmax over the last dimension of what `mask` lets stand; the rest weighs exactly 0, and where nothing stands all is 0."""
-    logits = logits.float()
+    logits = full_precision(logits)
     if mask is None:
         return logits.softmax(-1)
     # NOTE: not -inf: a row of them gives NaN, in the gradient too.
@@ -138,7 +139,7 @@ class NeighborAttention(nn.Module):
 
     @property
     def temperature(self) -> Tensor:
-        bounded: Tensor = Bounded.apply(self.log_tau.float(), *self.log_bounds)
+        bounded: Tensor = Bounded.apply(full_precision(self.log_tau), *self.log_bounds)
         return bounded.exp()
 
     def forward(self, query: Tensor, neighbors: Tensor, sq_distance: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -150,9 +151,9 @@ class NeighborAttention(nn.Module):
             neighbors = self.self_attn(neighbors, mask)
         logits = self._similarity(query, neighbors) / self.temperature[:, None]  # (B, H, K)
         if self.dist_bias is not None:
-            logits = logits + self.dist_bias(sq_distance.to(query.dtype)[..., None]).transpose(1, 2).float()
+            logits = logits + full_precision(self.dist_bias(sq_distance.to(query.dtype)[..., None]).transpose(1, 2))
         if self.prototypes is not None and self.proto_scale is not None:
-            cosine = F.cosine_similarity(neighbors.float(), self.prototypes.float()[labels], dim=2)  # (B, K)
+            cosine = F.cosine_similarity(full_precision(neighbors), full_precision(self.prototypes)[labels], dim=2)  # (B, K)
             logits = logits + (self.proto_scale * cosine)[:, None]
         if self.label_bias is not None:
             there = torch.ones_like(labels, dtype=torch.bool) if mask is None else mask
@@ -167,4 +168,4 @@ class NeighborAttention(nn.Module):
         through = (q.transpose(0, 1) @ weight.to(q.dtype)).permute(1, 2, 0)  # (B, D, H)
         bias = (q * self.k_proj.bias.reshape(heads, -1)).sum(2)  # the same for all neighbors
         similar = (neighbors.to(through.dtype) @ through).transpose(1, 2) + bias[..., None]
-        return similar.float() / math.sqrt(dim // heads)
+        return full_precision(similar) / math.sqrt(dim // heads)

@@ -24,6 +24,8 @@ from classifiers.proxies import Proxies
 from classifiers.retrieved import BLOCK, Block, Retrieved
 from classifiers.values import TabrValues
 from classifiers.weights import WEIGHTS, Weigh, check_temperature, softmax_cosine
+from layers.functional import full_precision
+from ranks import here
 from utils import BadOption, check_options, one_of, parse_call, whole_numbers
 
 
@@ -105,7 +107,7 @@ class NeighborHead(Head):
     def embed(self, features: Tensor) -> Tensor:
         # NOTE: in float32 also under autocast: what rounding moves would be farther from its own row in the bank than others are.
         with torch.autocast(features.device.type, enabled=False):
-            embedding: Tensor = self.embedder(features.float())
+            embedding: Tensor = self.embedder(full_precision(features))
         return embedding
 
     def refresh(self, bank: Bank) -> None:
@@ -168,7 +170,7 @@ class NeighborHead(Head):
 
     def loss(self, features: Tensor, target: Tensor, index: Tensor) -> dict[str, Tensor]:
         embedding = self.embed(features)
-        if not embedding.isfinite().all():
+        if here().largest(int(not embedding.isfinite().all())):
             return {"knn_nll": embedding.sum()}  # not a number: the loop says that training diverged, and where
         bank = self.bank
         if bank is not None and self.neighbor_sample < 1:
@@ -185,7 +187,8 @@ class NeighborHead(Head):
         terms = {"knn_nll": nll(log_probs, target, self.label_smoothing)}
         if self.contrastive_weight:
             form = contrastive_margin if self.contrastive_form == "margin" else supervised_contrastive
-            terms["contrastive"] = self.contrastive_weight * form(block.embedding, target, index, **self.contrastive)
+            z, targets, numbers = here().joined(block.embedding, target, index)
+            terms["contrastive"] = self.contrastive_weight * form(z, targets, numbers, **self.contrastive)
         if self.proxies is not None:
             terms["proxies"] = self.proxy_weight * self.proxies(block.features, target, self.label_smoothing)
         return terms | self.more_terms(weights, block, target, index)

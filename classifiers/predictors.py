@@ -162,7 +162,7 @@ class Vote(Predictor):
         if self.values is None:
             return class_probabilities(weights, near.label, self.num_classes, ks, near.mask).mean(0)
         project = self.weigh.k_proj if isinstance(self.weigh, NeighborAttention) else nn.Identity()
-        key, keys = project(block.embedding), project(near.embedding)
+        key, keys = project(block.embedding), project(near.embedding.to(block.embedding))
         of_k = []
         for k in ks:  # few
             present = near.mask & (torch.arange(width, device=weights.device) < k)

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from layers.functional import full_precision
 from utils import BadOption
 
 CLASS_MEAN_WEIGHT = 5.0  # at the start: a class whose mean lies at a cosine of 1 weighs e^5 times one at a cosine of 0
@@ -50,12 +51,12 @@ class Prior(nn.Module):
         logit = self.share_logit.expand(len(probs), 1)
         if self.net is not None:
             # NOTE: detached. The share reads the vote; it must not teach the embedder to look sure.
-            root = sq_distance.detach().float().masked_fill(~present, 0).clamp_min(0).sqrt()  # (B, K)
+            root = full_precision(sq_distance.detach()).masked_fill(~present, 0).clamp_min(0).sqrt()  # (B, K)
             nearest = root.masked_fill(~present, math.inf).amin(1)
             nearest = nearest.masked_fill(nearest.isinf(), 0)
-            entropy = torch.special.entr(probs.detach().float()).sum(1)
+            entropy = torch.special.entr(full_precision(probs.detach())).sum(1)
             seen = torch.stack([nearest.log1p(), (root.sum(1) / present.sum(1).clamp_min(1)).log1p(), entropy], 1)
-            logit = logit + self.net(seen).float()
+            logit = logit + full_precision(self.net(seen))
         share = self.least + (1 - self.least) * logit.clamp(-self.BOUND, self.BOUND).sigmoid()
         return torch.where(present.any(1, keepdim=True), share, 1.0)
 
@@ -69,7 +70,7 @@ class Prior(nn.Module):
         class_cosines: cosine of the query with the mean embedding of each class (B, C).
         """
         share = self.share(probs, sq_distance, mask)
-        logits = self.class_logits.float()
+        logits = full_precision(self.class_logits)
         if class_cosines is not None:
-            logits = logits + self.class_mean_weight * class_cosines.detach().float()
+            logits = logits + self.class_mean_weight * full_precision(class_cosines.detach())
         return (1 - share) * probs + share * logits.softmax(-1)

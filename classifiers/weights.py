@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from classifiers.neighbor_attention import masked_softmax
+from layers.functional import full_precision
 from utils import BadOption, Registry
 
 Weigh = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -32,7 +33,7 @@ def uniform(query: Tensor, neighbors: Tensor, sq_distance: Tensor, labels: Tenso
 @WEIGHTS.register("distance")
 def inverse_distance(query: Tensor, neighbors: Tensor, sq_distance: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
     """One over the distance; where neighbors lie at distance 0, they alone count (scikit-learn's weights="distance")."""
-    squared = sq_distance.float().clamp_min(0)
+    squared = full_precision(sq_distance).clamp_min(0)
     there = torch.ones_like(labels, dtype=torch.bool) if mask is None else mask
     zero = squared == 0
     safe = squared.masked_fill(zero | ~there, 1)
@@ -56,7 +57,7 @@ def softmax_cosine(
     if not isinstance(temperature, Tensor):
         check_temperature(temperature)
     neighbors = neighbors if mask is None else neighbors.masked_fill(~mask[..., None], 0)
-    cosine = nn.functional.cosine_similarity(query.float()[:, None], neighbors.float(), dim=2)
+    cosine = nn.functional.cosine_similarity(full_precision(query)[:, None], full_precision(neighbors), dim=2)
     return masked_softmax(cosine / temperature, mask)
 
 
@@ -82,7 +83,7 @@ def class_probabilities(weights: Tensor, labels: Tensor, num_classes: int, ks: S
     labels = labels.masked_fill(~mask, 0)
     if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
         raise BadOption("labels", f"of neighbors must be from 0 to {num_classes - 1}", int(labels.max()))
-    weights = (weights.float().masked_fill(~mask, 0) + LEAST) * mask
+    weights = (full_precision(weights).masked_fill(~mask, 0) + LEAST) * mask
     votes = weights.new_zeros(len(weights), num_classes)
     done, found = 0, {}
     for k in sorted(set(ks)):
@@ -99,7 +100,7 @@ def heaviest(weights: Tensor, mask: Tensor | None = None) -> Tensor:
 
     Weights that rest on one neighbor leave one; weights that are the same for all leave all.
     """
-    weights = weights.float() if mask is None else weights.float().masked_fill(~mask, 0)
+    weights = full_precision(weights) if mask is None else full_precision(weights).masked_fill(~mask, 0)
     total = weights.sum(1, keepdim=True)
     weights = weights / total.clamp_min(LEAST)
     # a little below the next whole number: exp(log K) may round to above K

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,13 @@ class Elsewhere:
     rows: int = 0  # training rows that were classified without themselves
 
 
+class Looked(NamedTuple):
+    """Test rows with their neighbors, in each view, and the rows of another data set."""
+
+    views: list[Retrieved]
+    foreign: Retrieved | None
+
+
 @dataclass
 class Evaluator:
     """A classifier and its baselines, on the rows of a run.
@@ -51,6 +58,7 @@ class Evaluator:
     options: EvaluationOptions
     foreign: AnyBatches | None = None
     growth: Growth | None = None
+    _looked: Looked | None = None
     _validation: Retrieved | None = None  # looked up once
     _elsewhere: Elsewhere | None = None
 
@@ -62,11 +70,9 @@ class Evaluator:
     def evaluate(self) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
         """The scores of the test split, of the classifier (as trained: test, calibrated: test_calibrated) and of every predictor;
         and the log-probabilities that they are made of, by variant and predictor."""
-        test, retriever = self.sets.test, self.retriever
-        ks = sorted({*whole_numbers("k_eval", self.options.k_eval), *whole_numbers("k_ensemble", self.options.k_ensemble)})
-        k = max([*ks, retriever.k]) if retriever else None  # all k from one search
-        views = [self.retrieve(test.seen_as(view), k) for view in range(self.options.tta)]
-        plain, target = views[0], test.target
+        retriever, target, ks = self.retriever, self.sets.test.target, self.ks
+        views = self.look().views
+        plain = views[0]
         if retriever is not None:
             views = [view.nearest(retriever.k) for view in views]
         variants = self.variants(views)
@@ -92,6 +98,22 @@ class Evaluator:
                 found["continual"], variants["continual"] = self.continual(views[0], self.growth, target)
         return found, variants
 
+    @property
+    def ks(self) -> list[int]:
+        """Numbers of neighbors that were asked for."""
+        return sorted({*whole_numbers("k_eval", self.options.k_eval), *whole_numbers("k_ensemble", self.options.k_ensemble)})
+
+    def look(self) -> Looked:
+        """Everything with its neighbors, once: what several processes do together. What is made of it, each can do alone."""
+        if self._looked is None:
+            retriever = self.retriever
+            k = max([*self.ks, retriever.k]) if retriever else None  # all k from one search
+            views = [self.retrieve(self.sets.test.seen_as(view), k) for view in range(self.options.tta)]
+            self._looked = Looked(views, self.retrieve(self.foreign) if retriever and self.foreign else None)
+            if self.sets.val is not None:
+                self.validation()
+        return self._looked
+
     def validation(self) -> Retrieved:
         """The validation rows."""
         assert self.sets.val is not None
@@ -108,8 +130,9 @@ class Evaluator:
         return found | ({} if self.classifier.calibrated is None else {"calibrated": self.classifier.log_probs(self.validation())})
 
     def out_of_distribution(self, test: Retrieved, log_probs: Tensor) -> dict[str, Any]:
+        foreign = self.look().foreign
+        assert foreign is not None
         assert self.foreign is not None
-        foreign = self.retrieve(self.foreign)
         unsure = self.classifier.log_probs(foreign)
         names = {"dataset": self.foreign.data.name, "predictor": self.predictors.own}
         return names | detection(test, foreign, log_probs, unsure)

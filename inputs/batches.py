@@ -24,9 +24,23 @@ from torch import Tensor
 from inputs.augmentation import border_of, cropped, normals, resized
 from inputs.images import CROP_SCALE, VIEW_SCALE, Crop, arrived, stream
 from inputs.rows import Batch, Data, Split
+from ranks import here
 from utils import BadOption, fold_in, uniforms
 
 ORDER, AUGMENT, NOISE, MIXUP, VIEW, BANK = range(10, 16)  # names of the random streams
+
+
+class Part(NamedTuple):
+    """The rows of a batch that this process reads."""
+
+    rows: np.ndarray
+    whole: int  # rows of the batch on all processes
+    counts: bool = True  # whether they are its own, or stand in for none
+
+    @staticmethod
+    def of(rows: np.ndarray) -> Part:
+        own = rows[here().pairs(len(rows))]
+        return Part(own if len(own) else rows[:1], len(rows), len(own) > 0)
 
 
 class AnyBatches(ABC):
@@ -51,10 +65,14 @@ class AnyBatches(ABC):
         n = len(self.split)
         return np.random.default_rng(fold_in(self.seed, ORDER, epoch)).permutation(n) if self.train else np.arange(n)
 
-    def parts(self, epoch: int, start: int = 0) -> list[np.ndarray]:
-        """Row numbers of each batch."""
+    def parts(self, epoch: int, start: int = 0) -> list[Part]:
+        """The rows of each batch that this process reads; in evaluation, batches of its part of all rows."""
         order = self.order(epoch)
-        return [order[a:b] for a, b in self.bounds()[start:]]
+        if self.train:
+            return [Part.of(order[a:b]) for a, b in self.bounds()[start:]]
+        own = order[here().part(len(order))]
+        starts = range(start * self.batch_size, len(own), self.batch_size)
+        return [Part(own[i : i + self.batch_size], len(own[i : i + self.batch_size])) for i in starts]
 
     @abstractmethod
     def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
@@ -116,12 +134,13 @@ class Batches(AnyBatches):
 
     def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         parts = self.parts(epoch, start)
-        streamed = iter(self._stream(epoch, parts)) if self.files else None
+        streamed = iter(self._stream(epoch, [part.rows for part in parts])) if self.files else None
         try:
-            for rows in parts:
+            for rows, whole, counts in parts:
                 index = torch.from_numpy(rows).to(self.device)
                 x = arrived(next(streamed)).to(self.device, non_blocking=True) if streamed else self._gather(rows, index, epoch)
-                yield Batch(self._finish(self._viewed(x, rows), rows, epoch), self.target[index], index)
+                x = self._finish(self._viewed(x, rows), rows, epoch)
+                yield Batch(x, self.target[index], index, whole=whole, counts=counts)
         finally:
             streamed = None  # stops the workers now; after an error they would wait for the garbage collector, 5 s each
 
@@ -210,9 +229,9 @@ class FeatureBatches(AnyBatches):
     def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         further = len(self.views) - 1
         view = self.view if not self.train else 1 + epoch % further if further else 0
-        for rows in self.parts(epoch, start):
+        for rows, whole, counts in self.parts(epoch, start):
             index = torch.from_numpy(rows).to(self.device)
-            yield Batch(self.views[view][index], self.target[index], index, embedded=True)
+            yield Batch(self.views[view][index], self.target[index], index, embedded=True, whole=whole, counts=counts)
 
 
 class Sets(NamedTuple):

@@ -16,6 +16,7 @@ from torch import Tensor
 from inputs import store
 from inputs.batches import Batches, FeatureBatches
 from inputs.rows import Batch
+from ranks import here
 from utils import BadOption, say
 
 
@@ -62,29 +63,39 @@ class Features:
         """From disk if they are there, else computed and put there. `plain` stands where an epoch leaves a row out."""
         key, rows = f"{name}-{self.key(images, epoch if plain is not None else images.view)}", len(images.split)
         folder = self.folder and self.folder / key
+        with contextlib.ExitStack() as stack:
+            read: list[Tensor] = []
+            if (place := here().on_first(lambda: self._place(folder, key, rows, read, stack))) is not None:
+                found = read[0] if read else _kept(place, rows)
+                assert found is not None
+                return found.to(images.device)
+            say(f"features: {rows:,} rows of {name} through the frozen backbone")
+            computed = self._computed(images, plain, epoch)  # (N, F)
+            if folder is not None:
+                here().on_first(lambda: store.save(folder, {"features": {"x": computed}}, {"rows": rows, "of": name}, self.owner))
+        return computed.to(images.device)
+
+    def _place(self, folder: Path | None, key: str, rows: int, read: list[Tensor], stack: contextlib.ExitStack) -> Path | None:
+        """Where the features are, which are then `read`; None if they must be computed. Until the stack is closed nobody else does."""
         for place in (*([folder] if folder else []), *(p / key for p in self.also)):
             if (found := _kept(place, rows)) is not None:
-                return found.to(images.device)
-        if folder is None:
-            return self._told(name, images, plain, epoch)
+                read.append(found)
+                return place
         # Of several runs that need the same, one computes and the others wait. A run's own folder has one writer anyway.
-        with one_at_a_time(folder) if self.owner is None else contextlib.nullcontext():
-            if (found := _kept(folder, rows)) is None:
-                found = self._told(name, images, plain, epoch)
-                store.save(folder, {"features": {"x": found}}, {"rows": rows, "of": name}, self.owner)
-        return found.to(images.device)
-
-    def _told(self, name: str, images: Batches, plain: Tensor | None, epoch: int) -> Tensor:
-        say(f"features: {len(images.split):,} rows of {name} through the frozen backbone")
-        return self._computed(images, plain, epoch)  # (N, F)
+        if folder is not None and self.owner is None:
+            stack.enter_context(one_at_a_time(folder))
+            if (found := _kept(folder, rows)) is not None:
+                read.append(found)
+                return folder
+        return None
 
     @torch.no_grad()
     def _computed(self, images: Batches, plain: Tensor | None, epoch: int) -> Tensor:
         if plain is None:
-            return torch.cat([self.embed(batch) for batch in images.epoch()])
+            return here().gathered([self.embed(batch) for batch in images.epoch()])
         found = plain.clone()
-        for batch in images.epoch(epoch):
-            found[batch.index] = self.embed(batch)
+        for numbers, rows in here().blocks([(batch.index[: len(batch)], self.embed(batch)[: len(batch)]) for batch in images.epoch(epoch)]):
+            found[numbers] = rows
         return found
 
     def key(self, images: Batches, view: int) -> str:

@@ -72,15 +72,26 @@ class Data:
 @dataclass(frozen=True)
 class Batch:
     """x on the device; target class numbers (B,) or soft targets (B, C); index: row numbers in the split (B,), or (B, 2)
-    when two rows were mixed into one; embedded: x is the backbone's features already (B, F)."""
+    when two rows were mixed into one; embedded: x is the backbone's features already (B, F).
+
+    Of a batch that several processes share: whole, the rows of all of them. counts: False where none is left for this process; x is then
+    a row that only stands in, because each must take its part in what all do together."""
 
     x: Tensor
     target: Tensor
     index: Tensor
     embedded: bool = False
+    whole: int = 0
+    counts: bool = True
 
     def __len__(self) -> int:
-        return len(self.x)
+        """Rows of this process that count."""
+        return len(self.x) * self.counts
+
+    @property
+    def of(self) -> int:
+        """Rows of the batch on all processes."""
+        return self.whole or len(self.x)
 
 
 def short_name(dataset: str) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
 from layers.base import count_tokens, head_width
 from layers.convnn import ConvNNAttention
+from layers.dropout import attention
 from layers.functional import say_once
 from utils import BadOption, whole_number
 
@@ -48,7 +48,7 @@ class BranchAttention(Branch):
     """The fraction `branch_ratio` of the channels through ConvNNAttention, the rest through Attention, one linear map after both."""
 
     def mix_rest(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=self.attention_dropout)
+        return attention(q, k, v, dropout=self.attention_dropout)
 
 
 class BranchConv(Branch):

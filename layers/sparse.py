@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from layers import functional as L
 from layers.base import TokenMixer
 from layers.compiled import native
+from layers.dropout import attention
 from utils import BadOption, one_of, whole_number
 
 FEW = 6  # a row whose list is shorter than a sixth of the tokens is faster to gather than to compute densely under a mask
@@ -57,12 +57,12 @@ class MaskedAttention(TokenMixer):
         n, p = q.shape[2], self.attention_dropout
         lists = self.lists(n, q.device) if not torch.compiler.is_compiling() and native.takes(q, k, v) else None
         if lists is None:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask(n, q.device), dropout_p=p)
+            return attention(q, k, v, mask=self.mask(n, q.device), dropout=p)
         dense, index, bias = lists
         near = self.attend(q[:, :, len(dense) :], k, v, index.shape[1], self.scale, index=index, bias=bias).out
         if not len(dense):
             return near
-        return torch.cat([F.scaled_dot_product_attention(q[:, :, : len(dense)], k, v, attn_mask=dense, dropout_p=p), near], 2)
+        return torch.cat([attention(q[:, :, : len(dense)], k, v, mask=dense, dropout=p), near], 2)
 
 
 class SparseAttention(MaskedAttention):

@@ -6,11 +6,13 @@ from typing import Any
 
 import timm
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import layers
+from layers.dropout import dropped
 from models.registry import ModelSpec
 from models.swap import swap_attention
+from models.vit import some_patches
 from models.weights import check_values, load_matching, read_shapes, tell_matches
 from utils import BadOption, did_you_mean, parse_parts, say, shortened
 
@@ -77,7 +79,30 @@ def timm_backbone(spec: ModelSpec) -> nn.Module:
         object.__setattr__(model, "classifier_weights", classifier.state_dict())
     if of_a_run:
         load_matching(model, str(spec.pretrained))
+    for part in model.modules():
+        if type(part) in _BY_ROWS:
+            part.__class__ = _BY_ROWS[type(part)]
     return model
+
+
+class _PatchDropout(timm.layers.PatchDropout):
+    """timm's, drawing by rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return some_patches(x, self.prob, self.num_prefix_tokens) if self.training and self.prob else x
+
+
+class _DropPath(timm.layers.DropPath):
+    """The same."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (self.training and self.drop_prob):
+            return x
+        kept = dropped(x.new_ones(len(x), *[1] * (x.ndim - 1)), self.drop_prob)
+        return x * (kept if self.scale_by_keep else kept * (1 - self.drop_prob))
+
+
+_BY_ROWS = {timm.layers.PatchDropout: _PatchDropout, timm.layers.DropPath: _DropPath}
 
 
 def timm_size(name: str, shape: tuple[int, ...]) -> tuple[int, int]:

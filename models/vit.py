@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import layers
 from layers import TokenMixer
+from layers.dropout import shuffled
 from models.registry import MODELS, ModelSpec
 from models.weights import with_weights
 from utils import BadOption, parse_pattern
@@ -67,6 +68,14 @@ class VisionTransformer(nn.Module):
         return self.norm(tokens[:, 0])
 
 
+def some_patches(x: Tensor, p: float, num_prefix_tokens: int) -> Tensor:
+    """Without a random share `p` of the patches of each image."""
+    prefix, patches = x[:, :num_prefix_tokens], x[:, num_prefix_tokens:]  # (B, P, C), (B, N, C)
+    batch, count, _ = patches.shape
+    kept = shuffled(batch, count, x.device)[:, : max(1, round(count * (1 - p)))]
+    return torch.cat((prefix, patches.take_along_dim(kept[..., None], 1)), 1)
+
+
 class TokenDropout(nn.Module):
     """In training, each image loses another random share `p` of its patches (PatchDropout, arXiv 2208.07220); class tokens stay."""
 
@@ -77,10 +86,7 @@ class TokenDropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not (self.training and self.p):
             return x
-        prefix, patches = x[:, : self.num_prefix_tokens], x[:, self.num_prefix_tokens :]  # (B, P, C), (B, N, C)
-        batch, count, _ = patches.shape
-        kept = torch.rand(batch, count, device=x.device).argsort(1)[:, : max(1, round(count * (1 - self.p)))]
-        return torch.cat((prefix, patches.take_along_dim(kept[..., None], 1)), 1)
+        return some_patches(x, self.p, self.num_prefix_tokens)
 
     def extra_repr(self) -> str:
         return f"p={self.p}"

@@ -13,6 +13,7 @@ from classifiers import HEADS
 from classifiers.index import kept
 from config import Config
 from inputs.rows import Data
+from ranks import here
 from run.directory import check_writable
 from training.bank import order_in_bank
 from utils import BadOption, options_of, say, warn, whole_numbers
@@ -42,6 +43,16 @@ def check_neighbors(config: Config, data: Data) -> None:
     rows, rate, least = rows_in_bank(config, data), options.neighbor_sample, options.k_train + 2  # a mixed row leaves out two
     if rate < 1 and round(rate * rows) < least:
         raise BadOption("neighbor_sample", f"must leave at least k_train + 2 ({least}) of the bank's {rows} rows", rate)
+
+
+def check_processes(config: Config, device: torch.device) -> None:
+    """What several processes can't share."""
+    world = here().world
+    if world > 1 and config.training.batch_size < 2 * world:
+        rule = f"is of all processes together, and must be at least 2 rows for each of the {world}"
+        raise BadOption("batch_size", rule, config.training.batch_size)
+    if world > 1 and device.type == "mps":
+        raise BadOption("device", f"must be cpu or cuda: {world} processes can't share an Apple GPU", "mps")
 
 
 def warn_of_copies(config: Config, data: Data) -> None:

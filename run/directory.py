@@ -143,6 +143,8 @@ def again(folder: str, config: Mapping[str, Any]) -> str:
 class RunDirectory:
     """A run's directory, locked by this process (`opened`, `new`). All that a run writes goes through it."""
 
+    writes = True
+
     def __init__(self, path: Path, marker: Mapping[str, Any]) -> None:
         self.path = path
         self.marker = dict(marker)

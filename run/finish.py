@@ -24,9 +24,10 @@ from evaluation.results import grouped
 from inputs import files, store
 from inputs.batches import AnyBatches
 from inputs.rows import Data
-from run.checks import check_evaluation, warn_of_known_rows
+from ranks import here
+from run.checks import check_evaluation, check_processes, warn_of_known_rows
 from run.directory import ERROR, FLAT, RunDirectory, files_of, list_files
-from run.parts import Kept, build_model, dry_run, foreign_rows, loader, loaders
+from run.parts import Kept, build_model, dry_run, foreign_rows, input_shape, loader, loaders, warn_of_own_draws
 from run.prepare import calibration_mode, groups_of, prepare
 from run.provenance import git_state, versions
 from run.saved import run_of
@@ -34,7 +35,8 @@ from train_eval import train
 from training import checkpoint
 from training.bank import collapse, spread_of
 from training.checkpoint import Checkpoints
-from training.progress import Log, Results, Tracker, tell_results, tracked
+from training.progress import Log, Results, Silent, Tracker, tell_results, tracked
+from training.state import Place
 from utils import WARNINGS, BadOption, Diverged, Halt, Interrupted, Stopped, doing, say, warn
 
 
@@ -55,11 +57,13 @@ class Parts:
         config: Config, data: Data, device: torch.device, typed: frozenset[str], weights: Mapping[str, torch.Tensor] | None = None
     ) -> Parts:
         """Built, and tried with one row. `weights` of a run that goes on."""
+        check_processes(config, device)
         with doing("building the model"):
             model = build_model(config, data, device, trained=weights is not None)
             if weights is not None:
                 model.load_state_dict(weights)  # a frozen backbone is asked for its features before the loop loads the rest
             gflops = dry_run(model, data, config, device)
+            warn_of_own_draws(config, model.backbone, input_shape(config, data))
         check_evaluation(config, data, typed)
         return Parts(config, data, model, device, gflops, rows_for_ood(config, data, device), typed)
 
@@ -80,9 +84,10 @@ def finish(parts: Parts, directory: RunDirectory, action: flags.Action, checkpoi
     """Trains, tests the best epoch once, writes results.json last."""
     config = parts.config
     named = config.output.tracker
-    if (told := tracker_of(named, parts.typed)) != named:
+    told = tracker_of(named, parts.typed)
+    if told != named:
         say(f"tracker: none; the run had {named}, which gets numbers only where --tracker {named} is typed")
-    with tracked(told, directory.path, flags.effective(config), directory) as tracker:
+    with tracked(told if directory.writes else "none", directory.path, flags.effective(config), directory) as tracker:
         return _finish(parts, directory, action, checkpoints, tracker=tracker, resume=resume)
 
 
@@ -93,7 +98,7 @@ def _finish(
     epochs = config.training.num_epochs
     with doing("preparing the rows"):
         sets = loaders(config, data, model, parts.device, Kept.of(config, folder, parts.typed, directory))
-    log = Log(folder, tracker, epochs=epochs, batches=len(sets.train), owner=directory)
+    log = (Log if directory.writes else Silent)(folder, tracker, epochs=epochs, batches=len(sets.train), owner=directory)
     until = min(epochs, action.stop_after or epochs)
     with doing("training"):
         place = train(config, model, sets.train, sets.val, log=log, checkpoints=checkpoints, until=until, resume=resume)
@@ -108,19 +113,30 @@ def _finish(
             if line := collapse(spread_of(bank)):
                 warn(line)
         evaluator = prepare(config, model, sets, mode=calibration_mode(config, data), foreign=parts.foreign)
-        groups, fitted = groups_of(evaluator)
-        store.save(checkpoints.best, {**tensors, **groups}, {**facts, **fitted}, directory)
-        directory.claim([folder / predictions.FILE])
-        results = measure(evaluator, parts, folder, epoch=place.best_epoch, seconds=place.seconds, val=place.best)
-        table = tables.table(results, folder)
-        title, rule = curves.title_of(flags.effective(config)), tables.chosen_by(results, full=True)
-        epochs_text, picture = curves.epochs_of(folder, table, place.best_epoch, title=title, rule=rule)
-        directory.write("train_eval_results.txt", epochs_text)
-        directory.write("curves.png", picture)
-        row = flat_results(results)
-        if FLAT in directory.files or not (folder / FLAT).exists():
-            directory.write(FLAT, as_csv(row))
-        directory.finish(results, growing=tracker.files())  # which is told of the results below
+        evaluator.look()
+
+        def write() -> dict[str, Any]:
+            groups, fitted = groups_of(evaluator)
+            store.save(checkpoints.best, {**tensors, **groups}, {**facts, **fitted}, directory)
+            return _written(evaluator, parts, directory, tracker, place)
+
+        return here().only_first(write, {})
+
+
+def _written(evaluator: Evaluator, parts: Parts, directory: RunDirectory, tracker: Tracker, place: Place) -> dict[str, Any]:
+    """All that stays of a run, in its directory; the final table, printed."""
+    config, folder = parts.config, directory.path
+    directory.claim([folder / predictions.FILE])
+    results = measure(evaluator, parts, folder, epoch=place.best_epoch, seconds=place.seconds, val=place.best)
+    table = tables.table(results, folder)
+    title, rule = curves.title_of(flags.effective(config)), tables.chosen_by(results, full=True)
+    epochs_text, picture = curves.epochs_of(folder, table, place.best_epoch, title=title, rule=rule)
+    directory.write("train_eval_results.txt", epochs_text)
+    directory.write("curves.png", picture)
+    row = flat_results(results)
+    if FLAT in directory.files or not (folder / FLAT).exists():
+        directory.write(FLAT, as_csv(row))
+    directory.finish(results, growing=tracker.files())  # which is told of the results below
     tell_results(tracker, Results(scores_of(row), flags.effective(config), {"curves": picture}, table))
     print(table)
     return results
@@ -168,9 +184,9 @@ def _note(directory: RunDirectory, text: str) -> bool:
     """Keeps what ended a run; False where that can't be written either."""
     try:
         directory.write(ERROR, text)
+        return directory.writes
     except (OSError, Halt, BadOption):
         return False
-    return True
 
 
 def measure(evaluator: Evaluator, parts: Parts, where: Path, *, epoch: int, seconds: float, val: dict[str, float] | None) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from utils import fold_in
 
 Modules = TypeVar("Modules", bound=Sequence[nn.Module])
-AFTER = 0  # the stream that training draws from: dropout, random candidates
 
 
 class Draws(TorchDispatchMode):
@@ -48,9 +47,7 @@ def paired(seed: int, build: Callable[[], Modules]) -> Modules:
     seeds = seeds_of(seed, first.filled, modules)
     del first, modules
     with Draws(seeds):
-        modules = build()
-    torch.manual_seed(fold_in(seed, AFTER))
-    return modules
+        return build()
 
 
 def seeds_of(seed: int, filled: Sequence[Tensor], modules: Sequence[nn.Module]) -> list[int]:

@@ -17,6 +17,7 @@ from inputs import store
 from inputs.indexed import INDEX, read_index
 from inputs.memory import keep_memory
 from inputs.yaml_file import read_yaml
+from ranks import here, together
 from run.checks import check_evaluation, check_neighbors, check_validation, warn_of_copies
 from run.complete import complete
 from run.directory import ERROR, FLAT, RESULTS, RunDirectory, adopt, again, check_writable, default_name, files_of, look, new, opened
@@ -26,6 +27,7 @@ from run.parts import choose_device, dry_run, load_data, with_published_normaliz
 from run.plugin import digest_of, load_plugin, load_plugin_of
 from run.prepare import prepare_loaded
 from run.saved import own_checkpoint, require_facts, saved_config, tell_paths, with_absolute_paths
+from run.shared import shared
 from train_eval import evaluate
 from training import checkpoint
 from training.checkpoint import Checkpoints
@@ -35,9 +37,11 @@ from utils import WARNINGS, BadOption, Interrupted, Stopped, doing, interruptibl
 
 def run(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
     """What `python main.py` does: test, resume, or begin. `given` holds what was asked for; the rest follows from the data set."""
+    flags.check({k: v for k, v in vars(action).items() if v is not None}, flags.Action)
     with interruptible():
         try:
-            return _run(given, action)
+            with together(action.timeout):
+                return _run(given, action)
         except KeyboardInterrupt as stop:
             how = stop if isinstance(stop, Interrupted) else Interrupted()
             where = getattr(stop, "doing", "reading the options")
@@ -53,7 +57,6 @@ def _run(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
         given = {**in_file, **given}
     WARNINGS.clear()
     flags.check(given)
-    flags.check({k: v for k, v in vars(action).items() if v is not None}, flags.Action)
     keep_memory()
     if action.test_only:
         return test(given, action)
@@ -71,9 +74,9 @@ def begin(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
     given = with_absolute_paths(given)
     folder = Path(given["output_dir"]) if given.get("output_dir") else None
     if folder is not None:
-        look(folder, action.overwrite)  # and again once it is locked; this one spares loading the data in vain
+        here().on_first(lambda: look(folder, action.overwrite))  # and again once it is locked; this one spares loading the data in vain
     parts = parts_of(given, frozenset({*given, "data_path"}))  # whose default is ours
-    with new(folder, default_name(parts.config), marker_of(parts.config), action.overwrite) as directory:
+    with shared(new(folder, default_name(parts.config), marker_of(parts.config), action.overwrite)) as directory:
         return start(parts, directory, action)
 
 
@@ -123,7 +126,7 @@ def resume(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
     last = folder / "checkpoints" / "last"
     if files_of(folder) is None and not (last / INDEX).exists():
         raise BadOption("resume", f"must be a run that holds {last.relative_to(folder)}/{INDEX}", str(folder))
-    with opened(folder) as directory:
+    with shared(opened(folder)) as directory:
         if not (last / INDEX).exists():
             return begin_anew(given, directory, action)
         return go_on(given, directory, action)
@@ -180,12 +183,12 @@ def go_on(given: Mapping[str, Any], directory: RunDirectory, action: flags.Actio
         checkpoints.run = directory.id
         if facts.get("run", directory.id) != directory.id:
             raise BadOption("resume", "has a checkpoints/last that is another run's", str(folder))
-        lost = checkpoints.lacks_best(facts)
+        lost = here().on_first(lambda: checkpoints.lacks_best(facts))
     warn_of_copies(config, data)
     if lost:
         checkpoints.best_is_lost = True
         warn(f"best: checkpoints/best {lost}, so the best epoch so far is lost; training goes on from checkpoints/last")
-        set_aside(directory, checkpoints, lost)
+        here().on_first(lambda: set_aside(directory, checkpoints, lost))
     with watched(directory):
         directory.sweep()
         directory.forget_digests()
@@ -246,8 +249,13 @@ def test(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
         evaluator = prepare_loaded(loaded, parts.foreign)
     with doing("the evaluation"):
         val = evaluate(loaded.model, evaluator.sets.val) if evaluator.sets.val is not None else None
-        results = measure(evaluator, parts, where, epoch=facts["epoch"], seconds=facts.get("seconds", 0.0), val=val)
-        store.write_json(where / RESULTS, results)
-        write_row(where, results)
-    print(tables.table(results, where / RESULTS))
-    return results
+        evaluator.look()
+
+        def write() -> dict[str, Any]:
+            results = measure(evaluator, parts, where, epoch=facts["epoch"], seconds=facts.get("seconds", 0.0), val=val)
+            store.write_json(where / RESULTS, results)
+            write_row(where, results)
+            print(tables.table(results, where / RESULTS))
+            return results
+
+        return here().only_first(write, {})

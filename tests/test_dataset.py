@@ -52,7 +52,7 @@ def test_digits():
         load("digits", split_seed=1),
         load("digits", label_noise="0.1"),
         load("digits", imbalance=0.5),
-        load("digits", val_fraction=0.2)
+        load("digits", val_fraction=0.2),
     ]
     assert len({d.summary["sha256"] for d in [data, *others]}) == 5  # of rows, labels and their split
 

@@ -13,6 +13,7 @@ from classifiers.bank import Bank
 from classifiers.classifier import Classifier, without_nan
 from classifiers.metrics import embedding_spread
 from inputs.batches import BANK, AnyBatches
+from ranks import here
 from training.state import TrainingState
 from utils import fold_in, say
 
@@ -26,9 +27,9 @@ def build_bank(model: Classifier, rows: AnyBatches) -> None:
 
     def blocks() -> Iterator[tuple[Tensor, Tensor]]:
         for batch in rows.epoch():
-            yield batch.index.cpu(), without_nan(model.head.embed(model.features(batch))).float().cpu()
+            yield batch.index.cpu(), model.head.embed(model.features(batch)).float().cpu()
 
-    stream = blocks()
+    stream = ((numbers, without_nan(rows)) for numbers, rows in here().blocks(blocks()))
     first = next(stream)
     bank = Bank(first[1].shape[1], **model.head.bank_options, copies=rows.split.copies)
     count = len(rows.target)

@@ -1,16 +1,13 @@
-"""Checkpoints of a run: where they are, how best belongs to last, and how an optimizer and the random generators become tensors and
-JSON and come back."""
+"""Checkpoints of a run: where they are, how best belongs to last, and how an optimizer becomes tensors and JSON and comes
+back."""
 
 from __future__ import annotations
 
-import base64
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +15,7 @@ from classifiers.bank import Bank
 from config import FREE_IN_RESUME
 from inputs import indexed, store
 from inputs.store import INDEX, Owner
+from ranks import here
 from training import older
 from utils import BadOption
 
@@ -80,6 +78,14 @@ class Checkpoints:
         best: tuple[Mapping[str, Mapping[str, Tensor]], Mapping[str, Any]] | None = None,
     ) -> None:
         """`groups` and `facts` of the last epoch, and of the best one if it is a new one."""
+        here().on_first(lambda: self._save(groups, facts, best))
+
+    def _save(
+        self,
+        groups: Mapping[str, Mapping[str, Tensor]],
+        facts: Mapping[str, Any],
+        best: tuple[Mapping[str, Mapping[str, Tensor]], Mapping[str, Any]] | None,
+    ) -> None:
         if best is not None:
             self.best_index = store.stage(self.best, best[0], {**best[1], "run": self.run}, self.owner)
         kept = {"run": self.run, "best": self.best_index, "lines": self.lines[-LINES:]}
@@ -169,29 +175,3 @@ def unpack_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Ten
             if not isinstance(value, Tensor | int | float | None):
                 raise TypeError(f"{key} of the optimizer is no number")
     optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-def pack_rng() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The state of every random generator."""
-    tensors = {"rng.torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        tensors |= {f"rng.cuda.{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())}
-    if torch.backends.mps.is_available():
-        tensors["rng.mps"] = torch.mps.get_rng_state()
-    version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    numpy = [name, base64.b64encode(np.asarray(keys, np.uint32).tobytes()).decode(), position, has_gauss, cached]
-    return tensors, {"python": [version, list(words), gauss], "numpy": numpy}
-
-
-def unpack_rng(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    torch.set_rng_state(tensors["rng.torch"])
-    cuda = [v for k, v in sorted(tensors.items()) if k.startswith("rng.cuda.")]
-    if cuda and torch.cuda.device_count() == len(cuda):
-        torch.cuda.set_rng_state_all(cuda)
-    if "rng.mps" in tensors and torch.backends.mps.is_available():
-        torch.mps.set_rng_state(tensors["rng.mps"])
-    version, words, gauss = facts["python"]
-    random.setstate((version, tuple(words), gauss))
-    name, keys, *rest = facts["numpy"]
-    np.random.set_state((name, np.frombuffer(base64.b64decode(keys), np.uint32), *rest))

@@ -20,6 +20,7 @@ import numpy as np
 
 from inputs.files import append, write_atomically
 from inputs.store import Owner
+from ranks import here
 from training.epochs import METRICS, is_line, read_lines
 from utils import BadOption, Halt, Interrupted, say, shortened, warn
 
@@ -47,6 +48,11 @@ class Stop:
             raise Interrupted(number)
         self.signal = number
         say(f"{self.name}: finishing this step, then saving (once more stops at once)")
+
+    def agreed(self) -> int:
+        """The signal that any process has got: all stop after the same step."""
+        self.signal = here().largest(self.signal)
+        return self.signal
 
     @property
     def name(self) -> str:
@@ -247,6 +253,19 @@ class Log:
                 f"epoch {line['epoch']:3d}/{self.epochs}  loss {sum(terms.values()):.4f}{parts}{accuracy}{' *' if better and val else ''}  "
                 f"lr {line['lr']:.2g}  {line['images_per_second']:,.0f} img/s  {line['seconds']:.1f} s"
             )
+
+
+class Silent(Log):
+    """Of a process that trains with the one that writes."""
+
+    def start(self, lines: list[dict[str, Any]], done: int) -> None: ...
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def step(self, epoch: int, batch: int, losses: Mapping[str, float], speed: float) -> None: ...
+
+    def epoch(self, line: Mapping[str, Any], better: bool) -> None: ...
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:

@@ -10,10 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from classifiers.bank import Bank
 from classifiers.classifier import Classifier, amp_dtype
 from config import Config
+from inputs.rows import Batch
+from ranks import here
 from training import checkpoint
 from training.checkpoint import Checkpoints
 from training.optimizer import Average, DropoutRamp, Schedule, make_optimizer
@@ -63,6 +66,17 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+class Loss(nn.Module):
+    """A batch to its loss terms, as a module: what averages gradients sees only `forward`."""
+
+    def __init__(self, model: Classifier) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        return self.model.loss(batch)
+
+
 class TrainingState:
     """Everything that training changes: weights, their average, optimizer, schedule, loss scale, bank, place."""
 
@@ -76,6 +90,7 @@ class TrainingState:
         self.ema = copy.deepcopy(model).requires_grad_(False) if self.options.ema_decay else None
         self.average = Average(self.ema, model) if self.ema is not None else None
         self.bank: Bank | None = None  # that training votes with
+        self.loss = here().wrapped(Loss(model))
         self.scaler = torch.amp.GradScaler(device.type, enabled=model.use_amp and amp_dtype(device) is torch.float16)
         if config.system.use_compiled:
             model.backbone.compile(mode=config.system.compile_mode)
@@ -108,8 +123,7 @@ class TrainingState:
     def save(self, checkpoints: Checkpoints, best: tuple[dict[str, Any], dict[str, Any]] | None = None) -> None:
         """Everything needed to go on as if never stopped, and `best` if this epoch is."""
         tensors, optimizer = checkpoint.pack_optimizer(self.optimizer)
-        random_tensors, random = checkpoint.pack_rng()
-        groups = {"model": self.model.state_dict(), "training": {**tensors, **random_tensors}}
+        groups = {"model": self.model.state_dict(), "training": tensors}
         if self.ema is not None:
             groups["ema"] = self.ema.state_dict()
         banks, bank_facts = checkpoint.pack_bank(self.bank)
@@ -118,7 +132,6 @@ class TrainingState:
             "optimizer": optimizer,
             "schedule": self.schedule.state_dict(),
             "scaler": self.scaler.state_dict(),
-            "random": random,
         }
         facts = {**self.model.facts, "epoch": self.place.epoch, "seconds": self.place.seconds, "training": training}
         checkpoints.save(groups | banks, facts | bank_facts, best)
@@ -147,4 +160,3 @@ class TrainingState:
         self.scaler.load_state_dict(training["scaler"])
         vars(self.place).update(vars(place))
         self.bank = Bank.unpack(tensors["bank"], facts["bank"]) if "bank" in tensors else None
-        checkpoint.unpack_rng(tensors["training"], training["random"])  # last: nothing after it draws

@@ -154,7 +154,7 @@ def sortable(name: str, title: str, table: Table, baseline: str = "") -> str:
         f'<div class="tools">{by_name if len(rows) > FEW_ROWS else ""}'
         f'<button class="plain" type="button" data-csv="{name}">CSV</button></div>'
         f'<div class="scroll long" tabindex="0" role="region" aria-label="{text(title)}"><table class="sortable" id="{name}-table">'
-        f'<thead><tr>{heads}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+        f"<thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
     )
 
 

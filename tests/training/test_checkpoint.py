@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import random
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from inputs.store import INDEX, load, save
-from training.checkpoint import find, pack_optimizer, pack_rng, unpack_optimizer, unpack_rng
+from training.checkpoint import find, pack_optimizer, unpack_optimizer
 from utils import BadOption
 
 # ---------------------------------------------------------------- what a user may name
@@ -99,19 +95,3 @@ def test_an_optimizer_goes_on_exactly_where_it_was(kind, steps, tmp_path):
         step(again, other, number)
     for one, two in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(one, two)
-
-
-def test_every_random_generator_goes_on_exactly_where_it_was(tmp_path):
-    def draw() -> tuple[Any, ...]:
-        return random.random(), random.gauss(0, 1), np.random.rand(3).tolist(), np.random.randn(), torch.rand(3).tolist()
-
-    random.seed(1)
-    np.random.seed(2)
-    torch.manual_seed(3)
-    random.gauss(0, 1), np.random.randn()  # both keep a second draw for next time
-    packed, facts = pack_rng()
-    save(tmp_path, {"training": packed}, {"random": facts})
-    wanted = [draw() for _ in range(3)]
-    found, read = load(tmp_path)
-    unpack_rng(found["training"], read["random"])
-    assert [draw() for _ in range(3)] == wanted

@@ -1,0 +1,209 @@
+"""Several processes train as one does: the same numbers, from any number of them to any other; and nobody waits for who is gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from layers.dropout import drop_by_rows
+from models import ModelSpec, build
+from ranks import Alone, here
+from run.parts import draws_itself
+from tests import many
+
+ROOT = Path(__file__).parent.parent
+
+
+class Ended(NamedTuple):
+    code: int
+    said: str
+    seconds: float
+
+
+def launched(processes: int, *words: str, **environment: str) -> Ended:
+    """A command under torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), *words]
+    start = time.monotonic()
+    inherited = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"}
+    ended = subprocess.run(
+        command, cwd=ROOT, env={**inherited, "OMP_NUM_THREADS": "1", **environment}, capture_output=True, text=True, timeout=300
+    )
+    return Ended(ended.returncode, ended.stdout + ended.stderr, time.monotonic() - start)
+
+
+# ---------------------------------------------------------------- the same numbers
+
+
+class Trained(NamedTuple):
+    one: dict[str, Any]
+    two: dict[str, Any]
+    three: dict[str, Any]
+    goes_on: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """All cases by one, two and three processes; one training goes from two to three and to one of them."""
+    folders = [tmp_path_factory.mktemp(name) for name in ("one", "two", "three")]
+    one = many.main(folders[0], 3)
+    found = []
+    for processes, folder in ((2, folders[1]), (3, folders[2])):
+        if processes == 3:
+            shutil.copytree(folders[1] / "goes on", folder / "goes on")
+        ended = launched(processes, "-m", "tests.many", str(folder), str(processes - 1))
+        assert ended.code == 0, ended.said[-3000:]
+        found.append(json.loads((folder / "found.json").read_text()))
+    return Trained(one, found[0], found[1], many.goes_on(folders[2] / "goes on", 3))
+
+
+def numbers(value: Any, name: str = "") -> dict[str, float]:
+    if isinstance(value, dict):
+        return {k: v for key, part in value.items() for k, v in numbers(part, f"{name}/{key}").items()}
+    if isinstance(value, list):
+        return numbers(dict(enumerate(value)), name)
+    return {} if value is None else {name: value}
+
+
+@pytest.mark.parametrize("name", many.CASES)
+def test_two_and_three_processes_give_the_numbers_of_one(trained: Trained, name: str) -> None:
+    one = numbers(trained.one[name])
+    epochs = len(trained.one[name]["lines"])
+    if name == "patience":
+        assert 2 < epochs < many.CASES[name]["num_epochs"]  # it stopped early
+    else:
+        assert epochs == many.CASES[name].get("num_epochs", 3)
+    for several in (trained.two, trained.three):
+        assert numbers(several[name]) == pytest.approx(one, rel=1e-6, abs=1e-6)
+
+
+def test_the_rate_fell_on_a_plateau(trained: Trained) -> None:
+    rates = [line["lr"] for line in trained.three["plateau"]["lines"]]
+    assert rates[-1] == pytest.approx(0.1 * max(rates))
+
+
+def test_a_run_goes_from_two_processes_to_three_and_to_one(trained: Trained) -> None:
+    assert [len(part["goes on"]["lines"]) for part in (trained.two, trained.three, trained.one)] == [1, 2, 3]
+    assert numbers(trained.goes_on) == pytest.approx(numbers(trained.one["goes on"]), rel=1e-6, abs=1e-6)
+
+
+# ---------------------------------------------------------------- who gets which rows
+
+
+class Many(Alone):
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
+
+
+@pytest.mark.parametrize(("rows", "world"), [(7, 2), (8, 3), (2, 3), (1, 2), (23, 5)])
+def test_a_batch_is_shared_in_pairs_of_mirror_rows(rows: int, world: int) -> None:
+    parts = [Many(rank, world).pairs(rows) for rank in range(world)]
+    assert sorted(np.concatenate(parts)) == list(range(rows))
+    for part in parts:
+        assert np.array_equal(part + part[::-1], np.full(len(part), rows - 1))  # its own mirror is that of the batch
+    pairs = [-(-len(part) // 2) for part in parts]
+    assert max(pairs) - min(pairs) <= 1
+
+
+@pytest.mark.parametrize(("rows", "world"), [(7, 2), (8, 3), (2, 3), (0, 2)])
+def test_rows_that_are_looked_at_are_shared_in_order(rows: int, world: int) -> None:
+    parts = [list(range(rows))[Many(rank, world).part(rows)] for rank in range(world)]
+    assert [row for part in parts for row in part] == list(range(rows))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_who_knows_that_there_are_several() -> None:
+    """Places that ask for the others; nobody asks which one it is."""
+    ours = [p for p in ROOT.rglob("*.py") if not {"tests", ".git"} & set(p.parts) and p.name != "ranks.py"]
+    asks = {str(p.relative_to(ROOT)) for p in ours if re.search(r"\bhere\(\)", p.read_text())}
+    assert asks == {
+        *("inputs/batches.py", "inputs/features.py"),  # each its share of the rows
+        *("classifiers/classifier.py", "classifiers/embedder.py", "classifiers/neighbor_heads.py"),
+        *("train_eval.py", "training/state.py", "training/bank.py"),  # the step, evaluation, the bank
+        *("training/progress.py", "training/checkpoint.py"),  # when to stop, and who saves
+        *("run/run.py", "run/finish.py", "run/shared.py", "run/checks.py", "run/parts.py"),  # who writes
+    }
+    assert not [p for p in asks if re.search(r"here\(\)\.rank\b", (ROOT / p).read_text())]
+
+
+@pytest.mark.parametrize(
+    ("name", "dropout", "itself"), [("vit_tiny_patch16_224", 0.3, False), ("resnet10t", 0.0, False), ("resnet10t", 0.3, True)]
+)
+def test_a_model_that_draws_itself_is_found_out(name: str, dropout: float, itself: bool) -> None:
+    backbone = build(ModelSpec(name=f"timm/{name}", shape=(3, 32, 32), num_classes=5, dropout=dropout, attention_dropout=dropout))
+    drop_by_rows(backbone)
+    before = torch.random.get_rng_state()
+    assert draws_itself(backbone, (3, 32, 32)) == itself
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+# ---------------------------------------------------------------- when one is gone
+
+
+TINY = {"dataset": "digits", "subset": 0.1, "batch_size": 20, "num_layers": 1, "d_hidden": 8, "d_mlp": 8, "device": "cpu", "timeout": 10}
+RUN = ["main.py", "--plugin", "tests/lost.py", "--head", "lost", *(f"--{k}={v}" for k, v in TINY.items()), "--num_epochs"]
+
+
+@pytest.mark.parametrize(
+    ("way", "processes", "why"), [("killed", 2, "it ended"), ("hangs", 3, "10 s (--timeout)"), ("fails", 2, "ValueError: made to fail")]
+)
+def test_who_is_lost_is_named_and_the_others_end(way: str, processes: int, why: str, tmp_path: Path) -> None:
+    ended = launched(processes, *RUN, "4", "--output_dir", str(tmp_path / "run"), LOST=way)
+    assert ended.code
+    lines = [line for line in ended.said.splitlines() if "lost process" in line]
+    assert lines == [line for line in lines if line.startswith(f"error: lost process {processes - 1} of {processes} (") and why in line], (
+        ended.said
+    )
+    assert len(lines) == 1, ended.said
+    assert (tmp_path / "run" / "checkpoints" / "last").is_dir()
+
+
+def test_a_signal_to_the_launcher_saves_one_checkpoint_and_one_process_goes_on(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ended = launched(2, *RUN, "3", "--output_dir", str(run))
+    assert "stopped by SIGTERM in epoch 2, batch " in ended.said, ended.said
+    assert ended.said.count("; saved. resume with:") == 1
+    files = [path.name.partition("-")[0] for path in (run / "checkpoints" / "last").glob("*.safetensors")]
+    assert sorted(files) == ["ema", "model", "training"]
+    again = launched(1, "main.py", "--resume", str(run), "--plugin", "tests/lost.py", LOST="nobody")
+    assert again.code == 0, again.said
+    whole = launched(1, *RUN, "3", "--output_dir", str(tmp_path / "whole"), LOST="nobody")
+    assert whole.code == 0
+    one, other = ([json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()] for path in (run, tmp_path / "whole"))
+    assert [line["epoch"] for line in one] == [1, 2, 3]
+    for a, b in zip(one, other, strict=True):
+        assert a["train"] == pytest.approx(b["train"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["--batch_size", "3"],
+            "error: --batch_size is of all processes together, and must be at least 2 rows for each of the 2, got 3",
+        ),
+        (["list"], "error: list runs in one process; torchrun, which started 2, is for training"),
+    ],
+)
+def test_what_several_processes_can_not_do(words: list[str], line: str, tmp_path: Path) -> None:
+    where = [] if words == ["list"] else ["--output_dir", str(tmp_path / "run")]
+    ended = launched(2, "main.py", *words, *where)
+    assert ended.code
+    assert line in ended.said
+    assert not (tmp_path / "run").exists()
+
+
+def test_alone_everything_is_as_it_is() -> None:
+    alone = here()
+    assert (alone.world, alone.total(5), alone.largest(3), alone.summed({"a": 2.0})) == (1, 5, 3, {"a": 2.0})
+    assert alone.on_first(lambda: 7) == 7

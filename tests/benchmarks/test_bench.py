@@ -189,7 +189,6 @@ def test_the_command_writes_what_it_found(tmp_path: Path, capsys: pytest.Capture
     assert all(line in shown.splitlines() for line in tables.splitlines() if line.startswith("|"))
 
 
-@pytest.mark.usefixtures("without_a_stopwatch")
 def test_a_bank_of_a_trained_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its embeddings, as many as it has training rows; a run without a bank is refused."""
     short = [*FAKE, "--num_epochs", "1", "--val_fraction", "0", "--calibrate", "none"]

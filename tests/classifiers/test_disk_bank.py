@@ -49,8 +49,8 @@ def test_without_codes_it_is_exact(part: int, tmp_path: Path, monkeypatch: pytes
     own = torch.arange(80, 180)
     for exclude in (None, own, torch.stack([own, own + 1], 1)):
         wanted = in_memory(rows).search(queries, 9, exclude)
-        for part, other in vars(wanted).items():
-            assert torch.equal(getattr(bank.search(queries, 9, exclude), part), other), part
+        for name, other in vars(wanted).items():
+            assert torch.equal(getattr(bank.search(queries, 9, exclude), name), other), name
     assert_exact(bank, queries[:11], 5)
 
 

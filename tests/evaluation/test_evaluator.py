@@ -25,7 +25,6 @@ from run.prepare import prepare_loaded
 from run.run import run
 from tests.run.test_run import TINY
 
-pytestmark = pytest.mark.usefixtures("without_a_stopwatch")
 LEAST = np.finfo(np.float32).eps  # what a vote without a prior says of a class that no neighbor has
 SMALL: dict[str, Any] = {**TINY, "num_epochs": 1}
 EMBEDDED: dict[str, Any] = {**SMALL, "embed_dim": 8, "k_train": 5}

@@ -16,8 +16,6 @@ from run.prepare import prepare_loaded
 from run.run import run
 from tests.evaluation.test_evaluator import options
 
-pytestmark = pytest.mark.usefixtures("without_a_stopwatch")
-
 
 class Finished(NamedTuple):
     folder: Path
@@ -27,7 +25,7 @@ class Finished(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=["linear", "attn-knn", "linear+knn"])
-def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, without_a_stopwatch: None) -> Finished:
+def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     folder, seen = tmp_path_factory.mktemp("runs") / "run", []
     evaluate = Evaluator.evaluate
 

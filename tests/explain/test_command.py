@@ -29,7 +29,6 @@ def test_help_reads_neither_torch_nor_matplotlib() -> None:
     assert shown.splitlines()[-1] == "[]"
 
 
-@pytest.mark.usefixtures("without_a_stopwatch")
 @pytest.mark.parametrize("head", ["linear", "attn-knn --embed_dim 12 --k_train 7", "linear+knn --k_train 7"])
 def test_both_kinds_name_the_same_prediction(head: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [

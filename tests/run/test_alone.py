@@ -14,8 +14,6 @@ from layers import LAYERS
 from run.run import run
 from tests.run.test_alone_again import CASES
 
-pytestmark = pytest.mark.usefixtures("without_a_stopwatch")
-
 # Layers and images: digits in seconds, 2 blocks and 4 epochs without the mixing, averaging and dropout that pay over 60.
 CHEAP: dict[str, Any] = {"calibrate": "temperature", "baselines": False}
 PLAIN: dict[str, Any] = {**CHEAP, "num_epochs": 4, "num_layers": 2, "lr": 4e-3, "mixup_alpha": 0.0, "ema_decay": 0.0, "dropout": 0.0}

@@ -19,8 +19,6 @@ from run.verify import verify_run
 from training.progress import TRACKERS, Results, Tracker
 from utils import Stopped
 
-pytestmark = pytest.mark.usefixtures("without_a_stopwatch")
-
 WINE: dict[str, Any] = {"dataset": "wine", "calibrate": "temperature", "baselines": False, "num_epochs": 20}
 DIGITS: dict[str, Any] = {"num_epochs": 4, "num_layers": 2, "lr": 4e-3, "mixup_alpha": 0.0, "ema_decay": 0.0, "dropout": 0.0}
 DIGITS |= {"calibrate": "temperature", "baselines": False}

@@ -20,7 +20,6 @@ from run.prepare import prepare_loaded
 from run.run import run
 from tests.run.test_run import TINY
 
-pytestmark = pytest.mark.usefixtures("without_a_stopwatch")
 EMBEDDED: dict[str, Any] = {**TINY, "num_epochs": 1, "embed_dim": 8, "k_train": 5}
 MANY: dict[str, Any] = {**EMBEDDED, "dataset": "fake(train=340, test=23, size=8, classes=3)", "head": "attn-knn", "calibrate": "none"}
 

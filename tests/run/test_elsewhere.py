@@ -14,7 +14,6 @@ from tests.run.test_run import TINY
 from utils import BadOption, Stopped
 
 OTHER = "fake(train=50, test=17, size=8, classes=3)"
-pytestmark = pytest.mark.usefixtures("without_a_stopwatch")
 SMALL: dict[str, Any] = {**TINY, "head": "linear+attn-knn", "embed_dim": 8, "k_train": 5, "num_epochs": 1}
 
 

@@ -25,13 +25,12 @@ from run.run import run
 from tests.run.test_model import SMALL, saved
 from utils import Halt
 
-pytestmark = pytest.mark.usefixtures("without_a_stopwatch")
 WITH_ONNX = all(importlib.util.find_spec(name) for name in ("onnx", "onnxscript", "onnxruntime"))
 ONNX = pytest.param("onnx", marks=pytest.mark.skipif(not WITH_ONNX, reason="onnx, onnxscript and onnxruntime are not installed"))
 
 
 @pytest.fixture(scope="module", params=["softmax-cosine(temperature=0.2)", "distance", "uniform"])
-def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, without_a_stopwatch: None) -> Path:
+def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a layer of custom operators, a size of its own, and a linear part beside the vote."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     given = {"head": "linear+knn", "vote": request.param, "layer": "ConvNNAttention(K=3)", "resize": 12, "output_dir": str(folder)}

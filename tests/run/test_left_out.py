@@ -17,8 +17,6 @@ from training import checkpoint
 from training.state import TrainingState
 from utils import Stopped
 
-pytestmark = pytest.mark.usefixtures("without_a_stopwatch")
-
 Patch = pytest.MonkeyPatch
 
 

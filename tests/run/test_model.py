@@ -24,7 +24,6 @@ from run.run import run
 from tests.run.test_run import ROOT, TINY
 from utils import BadOption
 
-pytestmark = pytest.mark.usefixtures("without_a_stopwatch")
 SMALL = {**TINY, "noise": 0.0, "num_epochs": 1, "k_train": 5, "embed_dim": 8, "attention_heads": 2}
 HEADS: dict[str, dict[str, Any]] = {
     "linear": {"head": "linear", "tta": 3},
@@ -47,7 +46,7 @@ def saved(folder: Path, variant: str = "calibrated") -> np.ndarray:
 
 
 @pytest.fixture(scope="module", params=list(HEADS))
-def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, without_a_stopwatch: None) -> tuple[str, Path]:
+def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     return request.param, trained(tmp_path_factory.mktemp("runs") / "run", HEADS[request.param])
 
 
@@ -112,7 +111,7 @@ def test_a_vote_is_made_of_the_weights_that_are_shown(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory, without_a_stopwatch: None) -> tuple[Path, Path]:
+def photos(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A folder of images of many sizes, and a run over it with three views."""
     root, rng = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
     for part, count in (("train", 12), ("test", 5)):
@@ -163,7 +162,7 @@ def test_a_row_that_is_odd_is_an_error_in_its_place(photos: tuple[Path, Path], t
 
 
 @pytest.fixture(scope="module")
-def churn(tmp_path_factory: pytest.TempPathFactory, without_a_stopwatch: None) -> tuple[list[dict[str, str]], Path]:
+def churn(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, str]], Path]:
     """Records of a CSV file with numbers, categories and holes, and a run over it."""
     root, rng = tmp_path_factory.mktemp("churn"), np.random.default_rng(0)
     records = []

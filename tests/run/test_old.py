@@ -23,7 +23,6 @@ from run.prepare import prepare_loaded
 from run.run import run
 from tests.run.test_run import TINY
 
-pytestmark = pytest.mark.usefixtures("without_a_stopwatch")
 OLD = Path(__file__).parent / "old"
 NAMES = ("interpolation", "linear")
 FAKE = "fake(train=40, test=20, size=8, classes=3)"

@@ -17,8 +17,6 @@ from run.run import run
 from tests.run.test_run import ROOT, TINY
 from utils import BadOption, Stopped
 
-pytestmark = pytest.mark.usefixtures("without_a_stopwatch")
-
 
 def test_a_head_of_a_plugin_is_there_for_a_process_that_begins(tmp_path: Path) -> None:
     plugin = tmp_path / "mine.py"

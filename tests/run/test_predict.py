@@ -16,13 +16,12 @@ from PIL import Image
 from main import main
 from run import load
 
-pytestmark = pytest.mark.usefixtures("without_a_stopwatch")
 SIZES = {"num_layers": 1, "num_heads": 1, "d_hidden": 6, "d_mlp": 7, "num_epochs": 1, "batch_size": 16, "embed_dim": 4, "k_train": 3}
 SMALL = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))] + ["--head", "attn-knn", "--attention_heads", "2"]
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory, without_a_stopwatch: None) -> Path:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs over images and over a table, and what to ask them."""
     root, rng = tmp_path_factory.mktemp("place"), np.random.default_rng(0)
     images = ["--dataset", "fake(train=40, test=20, size=8, classes=3, channels=1)", "--patch_size", "4"]

@@ -17,7 +17,6 @@ from run.run import run
 from tests.run.test_resigned import STRANGE, places
 from tests.run.test_run import TINY
 
-pytestmark = pytest.mark.usefixtures("without_a_stopwatch")
 FILES = ("results.json", "metrics.jsonl", "run.json", "predictions.safetensors", "config.yaml", "args.txt")
 
 

@@ -24,8 +24,6 @@ from tests.run.test_run import TINY
 from training.progress import TRACKERS, Tracker
 from utils import BadOption, Stopped
 
-pytestmark = pytest.mark.usefixtures("without_a_stopwatch")
-
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:

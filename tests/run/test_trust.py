@@ -23,7 +23,6 @@ from run.run import run
 from tests.run.test_run import TINY
 from utils import WARNINGS, BadOption
 
-pytestmark = pytest.mark.usefixtures("without_a_stopwatch")
 SMALL: dict[str, Any] = {**TINY, "num_epochs": 1, "embed_dim": 8, "k_train": 5}
 
 

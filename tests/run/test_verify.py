@@ -14,8 +14,6 @@ from run.verify import verify_run
 from tests.run.test_run import TINY
 from utils import Stopped
 
-pytestmark = pytest.mark.usefixtures("without_a_stopwatch")
-
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:

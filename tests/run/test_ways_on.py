@@ -23,7 +23,6 @@ from run.saved import own_checkpoint
 from tests.run.test_run import TINY, assert_same, everything
 from utils import BadOption, Halt, Stopped
 
-pytestmark = pytest.mark.usefixtures("without_a_stopwatch")
 SMALL: dict[str, Any] = {**TINY, "num_epochs": 3, "select": "nll"}
 
 

@@ -18,7 +18,6 @@ from run.run import run
 from tests.run.test_run import TINY, assert_same
 from utils import Stopped
 
-pytestmark = pytest.mark.usefixtures("without_a_stopwatch")
 SMALL: dict[str, Any] = {**TINY, "head": "attn-knn", "embed_dim": 8, "k_train": 5, "num_epochs": 3}
 
 

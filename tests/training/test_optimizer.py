@@ -18,7 +18,6 @@ from train_eval import step
 from training.bank import build_bank
 from training.optimizer import Schedule, make_optimizer
 
-pytestmark = pytest.mark.usefixtures("without_a_stopwatch")
 EMBEDDING: dict[str, Any] = {"embed_dim": 6, "k_train": 5}
 EXTRAS = {"neighbor_self_attention": True, "prototypes": True, "label_bias": True, "values": "tabr"}
 KINDS: dict[str, dict[str, Any]] = {

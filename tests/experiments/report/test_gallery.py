@@ -23,7 +23,7 @@ FAKE = ["--dataset", "fake(train=83, test=29, size=6, classes=5)", "--patch_size
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, without_a_stopwatch: None) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     made = {"attn": [*FAKE, "--head", "attn-knn", "--embed_dim", "12", "--k_train", "7"], "without": [*FAKE, "--no-baselines"]}
     made["table"] = ["--dataset", "iris", "--num_epochs", "1", "--head", "knn", "--vote", "uniform"]

@@ -71,6 +71,7 @@ TABLE: dict[str, list[dict[str, Any]]] = {
     "prior": [{**ATTN, "prior": "constant"}],
     "interpolation": [{**BOTH, "interpolation": 0.3}],
     "index": [{**KNN, "index": name} for name in ("ip", "hnsw", "ivf")],
+    "recall": [{**KNN, "index": "ivf", "recall": 0.9}],
     "bank_cap": [{**KNN, "bank_cap": 60}],
     "bank_evict": [{**KNN, "bank_cap": 60, "bank_evict": "class-balanced"}],
     "memory_update_freq": [{**KNN, "memory_update_freq": 0.5}],

@@ -125,10 +125,16 @@ def of_a_plugin(others: Others, out: Path) -> dict[str, Any]:
         '@HEADS.register("alone-nearest-mean")\nclass NearestMean(Head):\n    """Nearest of the learned means."""\n\n'
         "    def __init__(self, num_features, num_classes):\n        super().__init__()\n"
         "        self.means = torch.nn.Parameter(torch.randn(num_classes, num_features))\n\n"
-        "    def forward(self, features):\n        return F.log_softmax(-torch.cdist(features, self.means).square(), 1)\n\n"
+        "    def forward(self, features):\n        return F.log_softmax(-torch.cdist(features, self.means), 1)\n\n"
         '    def loss(self, features, target, index):\n        return {"nll": F.nll_loss(self(features), target)}\n'
     )
     return run({**WINE, "plugin": str(file), "head": "alone-nearest-mean", "output_dir": str(out / "run")}, Action())
+
+
+@case("timeout")
+def with_little_patience(others: Others, out: Path) -> dict[str, Any]:
+    """Of several processes; one alone waits for nobody."""
+    return run({**WINE, "output_dir": str(out / "run")}, Action(timeout=10.0))
 
 
 @case("tracker")

@@ -21,6 +21,7 @@ from inputs.downloads import read_adult, read_torchvision, read_wine_quality
 from inputs.folders import read_folder, readable
 from inputs.memory import Room, require_room
 from inputs.rows import Data, Source, Split, left_of, release, row_blocks
+from inputs.shipped import read_shipped
 from inputs.tables import Encoder, Table, read_csv
 from utils import BadOption, Call, Registry, check_file, check_options, fold_in, parse_call
 
@@ -122,10 +123,8 @@ def _read(name: str, root: Path) -> Source:
 @DATASETS.register("digits")
 def digits(root: Path) -> Source:
     """scikit-learn's 1,797 handwritten digits, 8 x 8; ships with it."""
-    from sklearn.datasets import load_digits
-
-    bunch = load_digits()
-    return Source(np.rint(bunch.images * (255 / 16)).astype(np.uint8), bunch.target, flip=False)
+    data, target, _ = read_shipped("digits")
+    return Source(np.rint(data.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8), target, flip=False)
 
 
 _IDX = "{}/raw/train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte"
@@ -181,19 +180,15 @@ def fake(root: Path, *, train: int = 512, test: int = 128, size: int = 32, chann
 @DATASETS.register("iris")
 def iris(root: Path) -> Source:
     """150 flowers, 4 measures, 3 classes; ships with scikit-learn."""
-    from sklearn.datasets import load_iris
-
-    bunch = load_iris()
-    return Source(bunch.data, bunch.target, classes=tuple(map(str, bunch.target_names)))
+    data, target, names = read_shipped("iris")
+    return Source(data, target, classes=names)
 
 
 @DATASETS.register("wine")
 def wine(root: Path) -> Source:
     """178 wines, 13 measures, 3 classes; ships with scikit-learn."""
-    from sklearn.datasets import load_wine
-
-    bunch = load_wine()
-    return Source(bunch.data, bunch.target, classes=tuple(map(str, bunch.target_names)))
+    data, target, names = read_shipped("wine")
+    return Source(data, target, classes=names)
 
 
 @DATASETS.register("adult")

@@ -33,3 +33,10 @@ def not_measured_and_not_drawn(request):
             patch.setattr(cost, "rows_per_second", lambda *_, **__: (1.0, 1.0, 1.0))
             patch.setattr(curves, "drawn_curves", lambda *_, **__: PICTURE)
         yield
+
+
+LONGEST = ("test_readme.py", "test_ranks.py")  # a minute or more in one test: begun last, they would end long after all others
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.name not in LONGEST)

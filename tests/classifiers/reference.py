@@ -13,7 +13,8 @@ from classifiers.index import MISSING
 def brute_force(bank: Bank, queries: torch.Tensor, k: int, exclude: torch.Tensor | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Ids (-1 where there is none) and distances, in float64, equal distances by id."""
     rows, ids, q = bank.embeddings.double().numpy(), bank.ids.numpy(), queries.double().cpu().numpy()
-    distance = -q @ rows.T if bank.kind == "ip" else np.stack([((row - rows) ** 2).sum(1) for row in q])
+    # NOTE: not a product of matrices, which rounds equal rows differently by where they stand.
+    distance = np.stack([-(row * rows).sum(1) if bank.kind == "ip" else ((row - rows) ** 2).sum(1) for row in q])
     found, at = np.full((len(q), k), -1), np.full((len(q), k), np.inf)
     for i in range(len(q)):
         banned = set() if exclude is None else set(np.atleast_1d(exclude[i].numpy()).tolist())

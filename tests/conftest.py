@@ -35,7 +35,7 @@ def not_measured_and_not_drawn(request):
         yield
 
 
-LONGEST = ("test_readme.py", "test_ranks.py")  # a minute or more in one test: begun last, they would end long after all others
+LONGEST = ("test_readme.py",)  # a minute in one test: begun last, it would end long after all others
 
 
 def pytest_collection_modifyitems(items):

@@ -22,6 +22,7 @@ from ranks import Alone, here
 from run.parts import draws_itself
 from tests import many
 
+pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parent.parent
 
 

@@ -16,7 +16,7 @@ from typer.models import OptionInfo
 
 import config as flags
 from explain import page
-from utils import BadOption, Halt, interruptible, parse_whole_number, say, shortened
+from utils import BadOption, Halt, interruptible, parse_whole_number, processes, say, shortened
 
 # Read when torch loads. Threads that wait by spinning for long are a little faster alone, and many times slower where another
 # process wants the cores too.
@@ -51,8 +51,8 @@ def train(context: typer.Context, **values: Any) -> None:
     if context.invoked_subcommand is not None:
         if typed := [name for name, value in values.items() if value is not None]:
             raise BadOption(typed[0], f"goes with training, or behind {context.invoked_subcommand}", values[typed[0]])
-        if (processes := os.environ.get("WORLD_SIZE", "1")) != "1":
-            raise BadOption(context.invoked_subcommand, f"runs in one process; torchrun, which started {processes}, is for training")
+        if (count := processes()) > 1:
+            raise BadOption(context.invoked_subcommand, f"runs in one process; torchrun, which started {count}, is for training")
         return
     for name in IGNORED:
         if values.pop(name) is not None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
-from utils import SPEAKS, BadOption, Halt, Stopped, say, shortened
+from utils import SPEAKS, BadOption, Halt, Stopped, processes, say, shortened
 
 T = TypeVar("T")
 Blocks = Iterable[tuple[Tensor, Tensor]]
@@ -105,6 +105,7 @@ class Ranks(Alone):
         cuda = torch.cuda.is_available()
         if cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        self.talks = "nccl" if cuda else "gloo"
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=seconds))
         self.rank, self.world, self.seconds = dist.get_rank(), dist.get_world_size(), seconds
         self.store = dist.distributed_c10d._get_default_store()
@@ -315,20 +316,15 @@ def here() -> Alone:
     return _here[-1]
 
 
-def started() -> int:
-    """How many processes torchrun has started for one run, by what it leaves in the environment."""
-    return int(os.environ.get("WORLD_SIZE", 1)) if {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ) else 1
-
-
 @contextlib.contextmanager
 def together(seconds: float) -> Iterator[None]:
     """The processes that torchrun has started, from the first word to the last. The first speaks for all."""
-    if started() == 1 or here().world > 1:
+    if processes() == 1 or here().world > 1:
         yield
         return
     ranks = Ranks(seconds)
     SPEAKS[0] = ranks.rank == 0
-    say(f"processes: {ranks.world} (gloo; --batch_size is that of all together)")
+    say(f"processes: {ranks.world} ({ranks.talks}; --batch_size is that of all together)")
     _here.append(ranks)
     try:
         yield

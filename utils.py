@@ -1,7 +1,4 @@
-"""What every part of the toolkit shares: errors a user can act on, registries of parts, seeds.
-
-Nothing here imports torch on loading: the command line answers before torch is read.
-"""
+"""What every part of the toolkit shares. Nothing here imports torch on loading: the command line answers before torch is read."""
 
 from __future__ import annotations
 
@@ -157,6 +154,11 @@ def warn(message: str) -> None:
     say(f"warning: {message}")
     if message not in WARNINGS:
         WARNINGS.append(message)
+
+
+def processes() -> int:
+    """How many torchrun has started for one run, by what it leaves in the environment."""
+    return int(os.environ["WORLD_SIZE"]) if {"WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ) else 1
 
 
 def wrong_return(method: Any, must: str, returned: Any) -> BadOption:

@@ -41,8 +41,10 @@ def attend(
 
     The list is `index` (N, K) or (B, H, N, K), or the K nearest, best first. bias (K,) or (N, K): -inf leaves a column out. `first`: the
     score of the first in each list, whatever its product. keep: what dropout multiplies the weights by. kernel (K, D): a factor a rank
-    and channel; (K, E, D): a matrix a rank.
+    and channel; (K, E, D): a matrix a rank. Gradients reach q, k, v and kernel, from `out` and from `weight`; bias and keep have none.
     """
+    if any(t is not None and t.requires_grad for t in (bias, keep)):
+        raise ValueError("attend: bias and keep have no gradient; add what is learned to q and k, or detach it")
     if bias is not None:
         bias = bias.expand(q.shape[2], K).contiguous()
     out, chosen, weight = _attend(q, k, v, index, K, scale, bias, first, keep, kernel)
@@ -68,7 +70,7 @@ def composed(
     if index is None:
         score, index = kernels.nearest(q, k, K, None)
     else:
-        index = _of_all(index, q)
+        index = _of_all(index, q).long()
         score = kernels.pair_dot(q, k, index)
     score = score * scale if bias is None else score * scale + bias
     if first is not None:
@@ -175,18 +177,22 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v, index, ctx.K, ctx.scale, bias, ctx.first, keep, kernel = inputs
-    ctx.given = index is not None
+    ctx.set_materialize_grads(False)  # None, and not zeros, for an output that nobody used
     ctx.save_for_backward(q, k, v, output[1] if index is None else index, output[2], bias, keep, kernel)
 
 
-def _backward(ctx: Any, grad: Tensor, _: Any, of_weight: Tensor | None) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad: Tensor | None, _: Any, of_weight: Tensor | None) -> tuple[Any, ...]:
     q, k, v, index, weight, bias, keep, kernel = ctx.saved_tensors
-    if torch.is_grad_enabled():  # a gradient of this gradient is wanted: of the pieces, which have one
+    again = torch.is_grad_enabled()  # a gradient of this gradient is wanted
+    if again or of_weight is not None or grad is None:  # of the pieces, which have all of them
         with torch.enable_grad():
+            parts = q, k, v, kernel = [t if again or t is None else t.detach().requires_grad_(t.requires_grad) for t in (q, k, v, kernel)]
             pieces = composed(q, k, v, index, ctx.K, ctx.scale, bias, ctx.first, keep, kernel)
-            wanted = [t for t in (q, k, v, kernel) if t is not None and t.requires_grad]
-            found = iter(torch.autograd.grad(pieces.out, wanted, grad, create_graph=True))
-        d_q, d_k, d_v, d_kernel = (next(found) if t is not None and t.requires_grad else None for t in (q, k, v, kernel))
+            ends = [(end, d) for end, d in ((pieces.out, grad), (pieces.weight, of_weight)) if d is not None]
+            wanted = [t for t in parts if t is not None and t.requires_grad]
+            outputs, gradients = zip(*ends, strict=True)
+            found = iter(torch.autograd.grad(outputs, wanted, gradients, create_graph=again, allow_unused=True))
+        d_q, d_k, d_v, d_kernel = (next(found) if t is not None and t.requires_grad else None for t in parts)
         return d_q, d_k, d_v, None, None, None, None, None, None, d_kernel
     d_q, d_k, d_v, d_kernel = _attend_backward(grad, q, k, v, index, weight, ctx.scale, ctx.first is not None, keep, kernel)
     return d_q, d_k, d_v, None, None, None, None, None, None, d_kernel if kernel is not None else None

@@ -124,6 +124,31 @@ def test_a_gradient_of_the_gradient_is_that_of_the_pieces() -> None:
     assert torch.autograd.gradgradcheck(lambda q, k, v: lists.attend(q, k, v, 3, 0.5).out, (q, k, v), fast_mode=True)
 
 
+@pytest.mark.parametrize("uses", ["weight", "out and weight"])
+def test_weights_have_a_gradient_too(uses: str) -> None:
+    ours = [heads(1, 2, 7, 4, seed).clone().requires_grad_() for seed in range(3)]
+    exact = [t.detach().double().requires_grad_() for t in ours]
+    found = lists.attend(ours[0], ours[1], ours[2], 3, 0.5)
+    wanted = lists.composed(exact[0], exact[1], exact[2], found.lists, 3, 0.5, None, None, None, None)
+    factor = random(1, 2, 7, 3, seed=4)
+
+    def gradients(attended: lists.Attended, inputs: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+        loss = (attended.weight * factor.to(attended.weight.dtype)).sum() + (attended.out.sum() if "out" in uses else 0)
+        return torch.autograd.grad(loss, inputs, allow_unused=True)
+
+    assert not found.lists.requires_grad
+    for one, other in zip(gradients(found, ours), gradients(wanted, exact), strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            assert_near(one, other)
+
+
+def test_what_has_no_gradient_is_not_silently_frozen() -> None:
+    q, k, v = (heads(1, 2, 7, 4, seed) for seed in range(3))
+    with pytest.raises(ValueError, match="bias and keep have no gradient"):
+        lists.attend(q, k, v, 3, 0.5, bias=torch.zeros(3, requires_grad=True))
+
+
 def test_what_is_no_number_stays_in_its_row() -> None:
     q, k, v = (heads(1, 2, 11, 8, seed).clone() for seed in range(3))
     clean = native.attend(q, k, v, None, 3, 0.5)

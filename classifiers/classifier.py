@@ -16,6 +16,7 @@ from inputs.batches import AnyBatches
 from inputs.rows import Batch
 from layers.dropout import drop_by_rows
 from layers.functional import full_precision
+from layers.linear import speed_up_linear
 from ranks import here
 from utils import Diverged, wrong_return
 
@@ -32,6 +33,7 @@ class Classifier(nn.Module):
         self.backbone, self.head = backbone, head
         self.num_classes, self.facts, self.use_amp = num_classes, facts, use_amp
         drop_by_rows(self)
+        speed_up_linear(self)
         self.calibrated: Predictor | None = None  # None: the classifier answers as it was trained
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from layers import lists
 from layers.attention_map import attention_map
 from layers.functional import full_precision
+from layers.linear import Linear
 from utils import BadOption, whole_number, wrong_return
 
 
@@ -43,12 +44,12 @@ class TokenMixer(nn.Module):
         self.dim, self.num_heads, self.head_dim = dim, num_heads, head_width(dim, num_heads, head_dim)
         self.scale = self.head_dim**-0.5
         inner = num_heads * self.head_dim
-        self.qkv = nn.Linear(dim, 3 * inner, bias=qkv_bias)
+        self.qkv = Linear(dim, 3 * inner, bias=qkv_bias)
         self.q_norm = qk_norm(self.head_dim) if qk_norm else nn.Identity()
         self.k_norm = qk_norm(self.head_dim) if qk_norm else nn.Identity()
         self.attn_drop = nn.Dropout(attention_dropout)
         self.norm = nn.Identity()  # of the output, before `proj`; a model whose attention was swapped may bring a real one
-        self.proj = nn.Linear(inner, dim, bias=proj_bias)
+        self.proj = Linear(inner, dim, bias=proj_bias)
         self.proj_drop = nn.Dropout(dropout)
         self._cache: dict[Any, Any] = {}
 

@@ -182,6 +182,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 
 def _backward(ctx: Any, grad: Tensor | None, _: Any, of_weight: Tensor | None) -> tuple[Any, ...]:
+    if grad is None and of_weight is None:
+        return (None,) * 10
     q, k, v, index, weight, bias, keep, kernel = ctx.saved_tensors
     again = torch.is_grad_enabled()  # a gradient of this gradient is wanted
     if again or of_weight is not None or grad is None:  # of the pieces, which have all of them

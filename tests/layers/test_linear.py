@@ -1,0 +1,126 @@
+"""Linear layers through oneDNN: the numbers of torch's own, wherever they are taken, and torch's own everywhere else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from layers import linear
+
+if not torch.backends.mkldnn.is_available():
+    pytest.skip("torch was built without oneDNN", allow_module_level=True)
+
+
+@pytest.fixture(autouse=True)
+def _everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a processor that MKL is slow on, however small the layer."""
+    monkeypatch.setattr(linear, "mkl_is_slow", lambda: True)
+    monkeypatch.setattr(linear, "LEAST", 1)
+
+
+def layer(inputs: int, outputs: int, bias: bool = True) -> linear.Linear:
+    torch.manual_seed(0)
+    return linear.Linear(inputs, outputs, bias=bias)
+
+
+@pytest.mark.parametrize("shape", [(1,), (13,), (3, 17), (2, 3, 5)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_output_and_gradients_are_those_of_float64(shape: tuple[int, ...], bias: bool) -> None:
+    ours = layer(7, 11, bias)
+    exact = nn.Linear(7, 11, bias=bias).double()
+    exact.load_state_dict({name: value.double() for name, value in ours.state_dict().items()})
+    x = torch.randn(*shape, 7, generator=torch.Generator().manual_seed(1))
+    assert linear.pays(x, ours.weight)
+    a, b = x.clone().requires_grad_(), x.double().requires_grad_()
+    found, wanted = ours(a), exact(b)
+    torch.testing.assert_close(found.double(), wanted, atol=1e-6, rtol=1e-5)
+    factor = torch.randn(found.shape, generator=torch.Generator().manual_seed(2))
+    of_ours = torch.autograd.grad((found * factor).sum(), [a, *ours.parameters()])
+    of_exact = torch.autograd.grad((wanted * factor.double()).sum(), [b, *exact.parameters()])
+    for one, other in zip(of_ours, of_exact, strict=True):
+        torch.testing.assert_close(one.double(), other, atol=1e-6, rtol=1e-5)
+
+
+def test_what_lies_in_memory_otherwise_and_frozen_weights() -> None:
+    ours = layer(7, 11)
+    x = torch.randn(5, 7, 6).transpose(1, 2)
+    torch.testing.assert_close(ours(x), F.linear(x, ours.weight, ours.bias))
+    ours.requires_grad_(False)
+    x = x.detach().requires_grad_()
+    (found,) = torch.autograd.grad(ours(x).sum(), x)
+    torch.testing.assert_close(found, ours.weight.sum(0).expand_as(x))
+
+
+def test_a_gradient_of_the_gradient() -> None:
+    ours, x = layer(5, 3), torch.randn(4, 5, requires_grad=True)
+
+    def of_weight(call: Any) -> Tensor:
+        (first,) = torch.autograd.grad(call(x).pow(3).sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), ours.weight)[0]
+
+    torch.testing.assert_close(of_weight(ours), of_weight(lambda x: F.linear(x, ours.weight, ours.bias)))
+
+
+def test_flops_are_counted() -> None:
+    ours, x = layer(7, 11), torch.randn(13, 7, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        ours(x).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 13 * 7 * 11
+
+
+def test_torch_s_own_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In other precisions, in graphs that may run elsewhere, where it is switched off, and for few numbers."""
+    ours, x = layer(7, 11), torch.randn(13, 7)
+
+    def forbidden(*_: Any) -> Tensor:
+        raise AssertionError("not to be called")
+
+    monkeypatch.setattr(linear, "_linear", forbidden)
+    with pytest.raises(AssertionError, match="not to be called"):
+        ours(x)
+    assert ours.double()(x.double()).dtype == torch.float64
+    ours.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ours(x).dtype == torch.bfloat16
+    torch.testing.assert_close(torch.jit.trace(ours, x, check_trace=False)(x), F.linear(x, ours.weight, ours.bias))
+    torch.testing.assert_close(torch.compile(ours, backend="eager", fullgraph=True)(x), F.linear(x, ours.weight, ours.bias))
+    with torch.backends.mkldnn.flags(enabled=False):
+        ours(x)
+    monkeypatch.setattr(linear, "LEAST", 13 * 7 * 11 + 1)
+    ours(x)
+
+
+def test_plain_layers_of_a_model_are_changed_and_no_others() -> None:
+    class Own(nn.Linear):
+        pass
+
+    model = nn.Sequential(nn.Linear(3, 5), nn.Sequential(Own(5, 7)))
+    names, x = list(model.state_dict()), torch.randn(4, 3)
+    before = model(x)
+    linear.speed_up_linear(model)
+    assert [type(m) for m in model.modules() if isinstance(m, nn.Linear)] == [linear.Linear, Own]
+    assert list(model.state_dict()) == names
+    torch.testing.assert_close(model(x), before)
+
+
+def test_the_rule_names_processors_and_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    linear.mkl_is_slow.cache_clear()
+    monkeypatch.setenv("NEIGHBORS_NATIVE", "0")
+    assert not linear.mkl_is_slow()
+    linear.mkl_is_slow.cache_clear()
+    monkeypatch.delenv("NEIGHBORS_NATIVE")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert not linear.mkl_is_slow()
+    linear.mkl_is_slow.cache_clear()
+
+
+def test_operators_are_well_formed() -> None:
+    x, weight, bias = torch.randn(5, 7, requires_grad=True), torch.randn(3, 7, requires_grad=True), torch.randn(3, requires_grad=True)
+    torch.library.opcheck(torch.ops.neighbors.linear.default, (x, weight, bias))
+    torch.library.opcheck(torch.ops.neighbors.linear_backward.default, (torch.randn(5, 3), x.detach(), weight.detach(), True, True))

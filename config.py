@@ -149,6 +149,10 @@ class DataOptions:
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
     num_epochs: int = preset("passes over the training split", rule=at_least(1))
+    head_epochs: int = later(
+        "then passes of the head alone, over the features of the finished backbone (default: 4 where neighbors are embedded or attended)",
+        rule=at_least(0),
+    )
     batch_size: int = preset("rows a step", rule=at_least(1))
     optimizer: str = flag("adamw", "optimizer", choices=("adam", "sgd", "adamw"))
     lr: float = preset("peak learning rate", rule=above(0))
@@ -340,7 +344,8 @@ def with_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def of_saved_run(values: Mapping[str, Any]) -> dict[str, Any]:
     """The whole configuration of a run, by today's names. An option that is newer than the run has the value that says what it did."""
-    then = {"standardize": False, "dropout_ramp": False, "keep_duplicates": True, "split_seed": values["seed"], "proxy_weight": 0.0}
+    then = {"standardize": False, "dropout_ramp": False, "keep_duplicates": True, "split_seed": values["seed"]}
+    then |= {"proxy_weight": 0.0, "head_epochs": 0}
     return then | with_new_names(values)
 
 

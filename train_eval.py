@@ -85,6 +85,30 @@ def train(
     return place
 
 
+def train_head(config: Config, model: Classifier, train_set: AnyBatches, val_set: AnyBatches | None) -> dict[str, float] | None:
+    """`head_epochs` more for the head alone, over features of all rows as evaluation sees them; its validation scores.
+
+    Nothing is saved in between: over features, an epoch takes about as long as a checkpoint.
+    """
+    epochs = config.training.head_epochs
+    alone = {"scheduler": "cosine", "warmup_epochs": epochs / 5, "mixup_alpha": 0.0, "cutmix_alpha": 0.0, "ema_decay": 0.0}
+    alone |= {"num_epochs": epochs, "dropout_ramp": False, "use_compiled": False, "accumulate": 1}
+    moving = [parameter for parameter in model.backbone.parameters() if parameter.requires_grad]
+    for parameter in moving:
+        parameter.requires_grad_(False)
+    state = TrainingState(config.but(**alone), model, len(train_set), train_set.device)
+    refresher = BankRefresher(state, train_set.plain(), config.head.memory_update_freq)
+    for _ in range(epochs):
+        for group in grouped(train_set, state.place, 1):
+            refresher.for_training()
+            step(state, group)
+        state.place.next_epoch(None, False)
+    refresher.for_evaluation()
+    for parameter in moving:
+        parameter.requires_grad_(True)
+    return evaluate(model, val_set) if val_set else None
+
+
 def step(state: TrainingState, group: list[Batch]) -> None:
     """One optimizer step on a group of batches: a single one, unless --accumulate asks for more."""
     options, model, place, optimizer, scaler = state.options, state.model, state.place, state.optimizer, state.scaler

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 import config as flags
-from classifiers.bank import Bank
 from classifiers.classifier import Classifier
 from classifiers.metrics import standard_metrics
 from config import Config
@@ -27,12 +26,12 @@ from inputs.rows import Data
 from ranks import here
 from run.checks import check_evaluation, check_processes, warn_of_known_rows
 from run.directory import ERROR, FLAT, RunDirectory, files_of, list_files
+from run.head_alone import FACT, finish_head, load_best
 from run.parts import Kept, build_model, dry_run, foreign_rows, input_shape, loader, loaders, warn_of_own_draws
 from run.prepare import calibration_mode, groups_of, prepare
 from run.provenance import git_state, versions
 from run.saved import run_of
 from train_eval import train
-from training import checkpoint
 from training.bank import collapse, spread_of
 from training.checkpoint import Checkpoints
 from training.progress import Log, Results, Silent, Tracker, tell_results, tracked
@@ -104,30 +103,29 @@ def _finish(
         place = train(config, model, sets.train, sets.val, log=log, checkpoints=checkpoints, until=until, resume=resume)
     if place.epoch < epochs:
         say(f"patience: no better validation accuracy in {place.stale} epochs, stopped after epoch {place.epoch}")
+    if config.training.head_epochs:
+        with doing("the epochs of the head alone; training is done and saved"):
+            finish_head(config, data, model, parts.device, checkpoints, place)
     with doing("the final evaluation; training is done and saved"):
-        tensors, facts = checkpoint.load(checkpoints.best, "model", "bank")
-        model.load_state_dict(tensors["model"])
-        if "bank" in tensors:
-            bank = Bank.unpack(tensors["bank"], facts["bank"])
-            model.head.refresh(bank)
-            if line := collapse(spread_of(bank)):
-                warn(line)
+        tensors, facts = load_best(model, checkpoints)
+        if model.head.bank is not None and (line := collapse(spread_of(model.head.bank))):
+            warn(line)
         evaluator = prepare(config, model, sets, mode=calibration_mode(config, data), foreign=parts.foreign)
         evaluator.look()
 
         def write() -> dict[str, Any]:
             groups, fitted = groups_of(evaluator)
             store.save(checkpoints.best, {**tensors, **groups}, {**facts, **fitted}, directory)
-            return _written(evaluator, parts, directory, tracker, place)
+            return _written(evaluator, parts, directory, tracker, place, facts.get(FACT))
 
         return here().only_first(write, {})
 
 
-def _written(evaluator: Evaluator, parts: Parts, directory: RunDirectory, tracker: Tracker, place: Place) -> dict[str, Any]:
+def _written(evaluator: Evaluator, parts: Parts, directory: RunDirectory, tracker: Tracker, place: Place, alone: Any) -> dict[str, Any]:
     """All that stays of a run, in its directory; the final table, printed."""
     config, folder = parts.config, directory.path
     directory.claim([folder / predictions.FILE])
-    results = measure(evaluator, parts, folder, epoch=place.best_epoch, seconds=place.seconds, val=place.best)
+    results = measure(evaluator, parts, folder, epoch=place.best_epoch, seconds=place.seconds, val=place.best, alone=alone)
     table = tables.table(results, folder)
     title, rule = curves.title_of(flags.effective(config)), tables.chosen_by(results, full=True)
     epochs_text, picture = curves.epochs_of(folder, table, place.best_epoch, title=title, rule=rule)
@@ -189,8 +187,10 @@ def _note(directory: RunDirectory, text: str) -> bool:
         return False
 
 
-def measure(evaluator: Evaluator, parts: Parts, where: Path, *, epoch: int, seconds: float, val: dict[str, float] | None) -> dict[str, Any]:
-    """What results.json holds; predictions are kept in `where`."""
+def measure(
+    evaluator: Evaluator, parts: Parts, where: Path, *, epoch: int, seconds: float, val: dict[str, float] | None, alone: Any = None
+) -> dict[str, Any]:
+    """What results.json holds; predictions are kept in `where`. `alone`: what the head's own epochs came to."""
     found, variants = evaluator.evaluate()
     where.mkdir(parents=True, exist_ok=True)
     own, test_rows, sets = evaluator.predictors.own, parts.data.summary["test_sha256"], evaluator.sets
@@ -206,6 +206,7 @@ def measure(evaluator: Evaluator, parts: Parts, where: Path, *, epoch: int, seco
         **found,
         "val": val,
         **({"val_calibrated": calibrated} if calibrated else {}),
+        **({FACT: alone} if alone else {}),
         "epoch": epoch,
         "gflops": parts.gflops,
         **cost_of(parts.model, x),

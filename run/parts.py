@@ -303,6 +303,14 @@ def loaders(config: Config, data: Data, model: Classifier, device: torch.device,
     return Sets(train, val, test)
 
 
+def features_at_rest(config: Config, data: Data, model: Classifier, device: torch.device) -> tuple[AnyBatches, AnyBatches | None]:
+    """Training and validation rows as features of a backbone that has learned, computed once and kept in memory."""
+    plain, features = config.but(augment=False), features_of(config, model, Kept())
+    train, val = (loader(plain, data, part, device) for part in ("train", "val"))
+    assert train is not None
+    return features.batches("train", train), features.batches("val", val) if val is not None else None
+
+
 def features_of(config: Config, model: Classifier, kept: Kept) -> Features:
     """The features of a frozen backbone."""
 

@@ -22,6 +22,7 @@ from run.checks import check_evaluation, check_neighbors, check_validation, warn
 from run.complete import complete
 from run.directory import ERROR, FLAT, RESULTS, RunDirectory, adopt, again, check_writable, default_name, files_of, look, new, opened
 from run.finish import Parts, finish, measure, rows_for_ood, tracker_of, watched, write_row
+from run.head_alone import FACT
 from run.loaded import load
 from run.parts import choose_device, dry_run, load_data, with_published_normalization
 from run.plugin import digest_of, load_plugin, load_plugin_of
@@ -252,7 +253,9 @@ def test(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
         evaluator.look()
 
         def write() -> dict[str, Any]:
-            results = measure(evaluator, parts, where, epoch=facts["epoch"], seconds=facts.get("seconds", 0.0), val=val)
+            results = measure(
+                evaluator, parts, where, epoch=facts["epoch"], seconds=facts.get("seconds", 0.0), val=val, alone=facts.get(FACT)
+            )
             store.write_json(where / RESULTS, results)
             write_row(where, results)
             print(tables.table(results, where / RESULTS))

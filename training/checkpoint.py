@@ -93,6 +93,11 @@ class Checkpoints:
         if best is not None and self.best_index is not None:
             store.commit(self.best, self.best_index, self.owner)
 
+    def replace_best(self, groups: Mapping[str, Mapping[str, Tensor]], facts: Mapping[str, Any]) -> None:
+        """Another best that the same `last` belongs to."""
+        tensors, then = load(self.last)
+        self.save(tensors, then, (groups, facts))
+
     def load_last(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         tensors, facts = load(self.last)
         self.best_index = facts.get("best", self.best_index)

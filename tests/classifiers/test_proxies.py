@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from classifiers.neighbor_heads import KnnHead
@@ -12,16 +11,18 @@ from classifiers.proxies import Proxies
 
 
 def test_loss_by_hand() -> None:
-    """Cosines 1 and 0 over 0.1: the logits 10 and 0. A proxy's length does not count."""
+    """Products: the logits 3 and 0, 0 and 0.7, 0.6 and 0."""
     proxies = Proxies(2, 2)
     with torch.no_grad():
         proxies.vectors.copy_(torch.tensor([[3.0, 0.0], [0.0, 0.1]]))
     x = torch.tensor([[1.0, 0.0], [0.0, 7.0], [0.2, 0.0]])
-    right, wrong = math.log1p(math.exp(-10)), 10 + math.log1p(math.exp(-10))
-    assert proxies(x, torch.tensor([0, 1, 1])).item() == pytest.approx((2 * right + wrong) / 3, rel=1e-5)
+    right = [math.log1p(math.exp(-gap)) for gap in (3, 0.7, 0.6)]
+    wrong = [gap + loss for gap, loss in zip((3, 0.7, 0.6), right, strict=True)]
+    first = right[0] + right[1] + wrong[2]
+    assert proxies(x, torch.tensor([0, 1, 1])).item() == pytest.approx(first / 3, rel=1e-5)
     soft = torch.tensor([[0.7, 0.3], [0.0, 1.0], [1.0, 0.0]])
-    assert proxies(x, soft).item() == pytest.approx((0.7 * right + 0.3 * wrong + 2 * right) / 3, rel=1e-5)
-    smoothed = (0.9 * (2 * right + wrong) + 0.1 * 3 * (right + wrong) / 2) / 3
+    assert proxies(x, soft).item() == pytest.approx((0.7 * right[0] + 0.3 * wrong[0] + right[1] + right[2]) / 3, rel=1e-5)
+    smoothed = (0.9 * first + 0.1 * (sum(right) + sum(wrong)) / 2) / 3
     assert proxies(x, torch.tensor([0, 1, 1]), 0.1).item() == pytest.approx(smoothed, rel=1e-5)
 
 
@@ -33,13 +34,12 @@ def test_they_draw_features_apart_where_votes_and_pairs_teach_nothing() -> None:
     x, target = torch.randn(7, 5), torch.arange(7)
     optimizer = torch.optim.Adam([*backbone.parameters(), *head.parameters()], lr=0.01)
     before = head.proxies(backbone(x), target).item()
-    for _ in range(60):
+    for _ in range(100):
         optimizer.zero_grad()
         head.proxies(backbone(x), target).backward()
         optimizer.step()
     assert head.proxies(backbone(x), target).item() < 0.1 * before
-    cosine = F.normalize(backbone(x), dim=1) @ F.normalize(head.proxies.vectors, dim=1).T
-    assert cosine.argmax(1).tolist() == target.tolist()
+    assert (backbone(x) @ head.proxies.vectors.T).argmax(1).tolist() == target.tolist()
 
 
 def test_without_weight_there_are_none() -> None:

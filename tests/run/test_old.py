@@ -147,7 +147,7 @@ def test_a_classifier_of_an_old_run_predicts_what_was_scored(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_an_old_configuration_means_what_it_meant(name: str) -> None:
     # What runs did before these options existed.
-    then = {"standardize": False, "dropout_ramp": False, "split_seed": 0, "keep_duplicates": True}
+    then: dict[str, Any] = {"standardize": False, "dropout_ramp": False, "split_seed": 0, "keep_duplicates": True}
     then |= {"proxy_weight": 0.0, "head_epochs": 0}
     given = {**read_yaml(str(OLD / name / "config.yaml")), **then}
     given["lr_attention"] = given["lr"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from ranks import here
 from utils import BadOption
 
+LEAST_HIDDEN = 128
 LEAST = 1e-12  # a vector that is shorter points nowhere
 
 
@@ -40,6 +42,10 @@ class Standardize(nn.BatchNorm1d):
         return F.batch_norm(x, self.running_mean, self.running_var, eps=self.eps)  # one row has no variance
 
 
+def projection(num_features: int, hidden: int, embed_dim: int, drop: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(num_features, hidden), nn.LayerNorm(hidden), nn.GELU(), drop, nn.Linear(hidden, embed_dim))
+
+
 class Embedder(nn.Module):
     """Standardized features through two layers to `embed_dim` numbers of length 1; with embed_dim 0 the features themselves at length 1.
 
@@ -56,9 +62,19 @@ class Embedder(nn.Module):
         self.project: nn.Module = nn.Identity()
         if embed_dim:
             drop = nn.Identity() if standardize else nn.Dropout(dropout)
-            hidden = 2 * embed_dim  # wider than what comes out, and as costly for a wide backbone as for a narrow one
-            first, last = nn.Linear(num_features, hidden), nn.Linear(hidden, embed_dim)
-            self.project = nn.Sequential(first, nn.LayerNorm(hidden), nn.GELU(), drop, last)
+            # Wider than what comes out, and as costly for a wide backbone as for a narrow one. NOTE: 64 between 512 features of a ResNet
+            # and 32 numbers lost a point that 128 did not.
+            hidden = max(2 * embed_dim, min(num_features, LEAST_HIDDEN))
+            self.project = projection(num_features, hidden, embed_dim, drop)
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Of an older run the hidden layer may be narrower."""
+        saved = state.get(f"{prefix}project.0.weight")
+        layers: list[Any] = list(self.project.children())
+        if saved is not None and layers and len(saved) != len(layers[0].weight):
+            made = projection(layers[0].in_features, len(saved), layers[-1].out_features, layers[3])
+            self.project = made.to(layers[0].weight.device)
+        super()._load_from_state_dict(state, prefix, *rest)
 
     def forward(self, features: Tensor) -> Tensor:
         return unit(self.project(self.standardize(features)))  # (B, D)

@@ -107,6 +107,24 @@ def test_the_form_of_older_checkpoints():
     assert torch.equal(module(0, standardize=False)(x), unit(x))
 
 
+def test_the_hidden_layer_is_no_bottleneck_and_one_of_an_older_run_stays_as_it_is():
+    def hidden(embedder):
+        return len(embedder.project[0].weight)
+
+    assert [hidden(Embedder(features, dim)) for features, dim in ((512, 32), (512, 256), (40, 8), (40, 32))] == [128, 512, 40, 64]
+    saved = Embedder(512, 32).state_dict()
+    narrow = torch.nn.Linear(512, 64)
+    saved["project.0.weight"], saved["project.0.bias"] = narrow.weight.detach(), narrow.bias.detach()
+    saved["project.1.weight"], saved["project.1.bias"] = torch.ones(64), torch.zeros(64)
+    saved["project.4.weight"] = torch.randn(32, 64)
+    older = Embedder(512, 32)
+    older.load_state_dict(saved)
+    assert hidden(older) == 64
+    assert older.eval()(torch.randn(3, 512)).shape == (3, 32)
+    older.load_state_dict(Embedder(512, 32).state_dict())
+    assert hidden(older) == 128
+
+
 def test_a_zero_row_has_no_gradient_and_leaves_those_of_the_others():
     features = case()
     features[3] = 0

@@ -150,7 +150,7 @@ class DataOptions:
 class TrainingOptions:
     num_epochs: int = preset("passes over the training split", rule=at_least(1))
     head_epochs: int = later(
-        "then passes of the head alone, over the features of the finished backbone (default: 4 where neighbors are embedded or attended)",
+        "then passes of the head alone, over the features of the finished backbone (default: 10 where neighbors are embedded or attended)",
         rule=at_least(0),
     )
     batch_size: int = preset("rows a step", rule=at_least(1))

@@ -18,7 +18,7 @@ from run.run import run as start
 from tests.run.test_run import TINY, assert_same
 from utils import Diverged, Stopped
 
-SMALL: dict[str, Any] = {**TINY, "head": "attn-knn", "embed_dim": 8, "k_train": 5, "num_epochs": 2, "val_fraction": 0.3}
+SMALL: dict[str, Any] = {**TINY, "head": "attn-knn", "embed_dim": 8, "k_train": 5, "num_epochs": 2, "val_fraction": 0.3, "head_epochs": 4}
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -113,15 +113,16 @@ def test_a_head_that_diverges_is_left_as_it_was(
         ({"head": "linear"}, 0),
         ({"head": "linear", "head_epochs": 3}, 3),
         ({"head": "knn"}, 0),
-        ({"head": "knn", "embed_dim": 4}, 4),
-        ({"head": "attn-knn", "embed_dim": 0}, 4),
+        ({"head": "knn", "embed_dim": 4}, 10),
+        ({"head": "attn-knn", "embed_dim": 0}, 10),
         ({"head": "attn-knn", "freeze_backbone": True}, 0),
         ({"head": "attn-knn", "freeze_backbone": True, "head_epochs": 3}, 0),
     ],
 )
 def test_the_default(options: dict[str, Any], epochs: int) -> None:
     data = dataset.load(TINY["dataset"])
-    assert complete({**TINY, "k_train": 5, **options}, data).training.head_epochs == epochs
+    unset = {name: value for name, value in TINY.items() if name != "head_epochs"}
+    assert complete({**unset, "k_train": 5, **options}, data).training.head_epochs == epochs
 
 
 def test_a_linear_head_may_too(tmp_path: Path) -> None:

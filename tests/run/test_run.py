@@ -31,6 +31,7 @@ TINY: dict[str, Any] = dict(
     dataset="fake(train=97, test=31, size=8, classes=3)",
     num_layers=1, num_heads=1, d_hidden=6, d_mlp=7, patch_size=4, batch_size=16, num_epochs=4, lr=1e-2, dropout=0.1, attention_dropout=0.1,
     augment=True, mixup_alpha=0.3, cutmix_alpha=0.5, ema_decay=0.9, accumulate=2, warmup_epochs=1, deterministic=True, noise=0.01,
+    head_epochs=0,
 )  # fmt: skip
 
 

@@ -11,25 +11,21 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from inputs.files import NO_FOLLOW, write_json
+from inputs.files import write_json
 from inputs.indexed import INDEX
 from run.directory import RESULTS
+from run.lock import BEAT, SILENT, Held, Lock, holder_of, is_held
 from utils import BadOption
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-TRIES = 50  # of a claim: who only looks holds the lock for a moment
+# Longer than for the run itself, whose lock must be free, too, when the claim of a dead machine is.
+CLAIM_SILENT = SILENT + 2 * BEAT
 
 
 @dataclass(frozen=True)
@@ -104,55 +100,23 @@ def changed(place: Place, made_with: Mapping[str, str]) -> list[str]:
 
 @contextlib.contextmanager
 def claimed(place: Place) -> Iterator[bool]:
-    """Whether this process may work on the run; nobody else may while it lives. The lock of a process that died is free: the system
-    lets go of it. Who holds it stands in the file, for people."""
+    """Whether this process may work on the run; nobody else may while it lives."""
     place.lock.parent.mkdir(parents=True, exist_ok=True)
     if link := next((path for path in (place.lock, place.log) if path.is_symlink()), None):  # what lies elsewhere would be written
         raise BadOption("output_dir", "must not hold a symlink in the place of a file", str(link))
-    handle = os.open(place.lock, os.O_RDWR | os.O_CREAT | NO_FOLLOW, 0o644)
-    try:
-        for left in range(TRIES, 0, -1):
-            if _locked(handle, alone=True):
-                break
-            if left == 1:
-                yield False
-                return
-            time.sleep(0.002)
-        os.ftruncate(handle, 0)
-        who = {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        os.pwrite(handle, (json.dumps(who) + "\n").encode(), 0)
-        yield True
-        os.ftruncate(handle, 0)
-    finally:
-        os.close(handle)
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(Lock(place.lock.parent, name=place.lock.name, silent=CLAIM_SILENT))
+            ours = True
+        except Held:
+            ours = False
+        yield ours
 
 
 def holder(place: Place) -> dict[str, Any]:
     """Who works on the run: process, host, since when; {} where nobody does."""
-    try:
-        handle = os.open(place.lock, os.O_RDONLY)
-    except OSError:
-        return {}
-    try:
-        if _locked(handle, alone=False):
-            return {}
-        with contextlib.suppress(ValueError):
-            return dict(json.loads(os.pread(handle, 1000, 0)))
-        return {"process": 0, "host": "", "since": ""}
-    finally:
-        os.close(handle)
-
-
-def _locked(handle: int, *, alone: bool) -> bool:
-    """Whether the lock could be had. On a system or file system without locks it always can: one `compare` at a time there."""
-    try:
-        if fcntl is not None:
-            fcntl.flock(handle, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
+    folder, name = place.lock.parent, place.lock.name
+    return (holder_of(folder, name) or {}) if is_held(folder, name, CLAIM_SILENT) else {}
 
 
 # ---------------------------------------------------------------- notes

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from inputs import store
+from run import lock
 from run.directory import MARKER, RESULTS, RunDirectory, look, new, opened, read_marker, state_of
-from run.lock import FILE, Lock, holder_of, started
+from run.lock import FILE, Held, Lock, holder_of, started
 from tests.faults import in_child, killing, layer, nothing
 from utils import BadOption, Halt
 
@@ -144,11 +146,32 @@ def test_a_lock_of_a_dead_process_is_taken_over_and_said(tmp_path: Path, capsys:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_lock_of_another_machine_is_believed(tmp_path: Path) -> None:
+def test_a_lock_of_another_machine_is_believed_while_it_gives_signs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / FILE).write_text(json.dumps({"process": 1, "host": "far", "started": "", "since": "today"}))
-    with pytest.raises(BadOption, match=rf"\(1 on far, since today; if it has ended, delete {tmp_path / FILE}\)"), Lock(tmp_path):
+    after = r"; if it has ended, its lock is free 120 s after its last sign of life"
+    now = time.time()
+    os.utime(tmp_path / FILE, (now - 100, now - 100))
+    with pytest.raises(Held, match=rf"\(1 on far, since today{after}\)"), Lock(tmp_path):
         pass
     assert state_of(tmp_path) == "running"
+    os.utime(tmp_path / FILE, (now - 130, now - 130))
+    assert state_of(tmp_path) == "none"
+    with pytest.raises(Held), Lock(tmp_path, silent=160):
+        pass
+    with Lock(tmp_path):
+        assert holder_of(tmp_path) == {**(holder_of(tmp_path) or {}), "process": os.getpid()}
+    assert "lock: process 1 is gone" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_holds_a_lock_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "BEAT", 0.01)
+    with Lock(tmp_path):
+        os.utime(tmp_path / FILE, (0, 0))
+        end = time.monotonic() + 60
+        while (tmp_path / FILE).stat().st_mtime == 0:
+            assert time.monotonic() < end
+    assert not (tmp_path / FILE).exists()
 
 
 def test_a_child_does_not_keep_the_lock_of_a_parent_that_is_killed(tmp_path: Path) -> None:

@@ -142,8 +142,9 @@ def compare(
     margin: Annotated[Text, typer.Option(help="differences that do not matter (default: 0.3 points, 2 % of NLL)", metavar="FLOAT")] = None,
     plan: Annotated[Text, typer.Option(help="FILE.yaml of named arms", metavar="TEXT")] = None,
     config: Annotated[Text, typer.Option(help="FILE.yaml of defaults for all arms", metavar="TEXT")] = None,
-    jobs: Annotated[Text, typer.Option(help="runs at once (default: 1)", metavar="INT")] = None,
+    jobs: Annotated[Text, typer.Option(help="runs at once (default: 1; on a cluster as many as fit)", metavar="INT")] = None,
     threads: Annotated[Text, typer.Option(help="of each run (default: cores / jobs, when planned)", metavar="INT")] = None,
+    executor: Annotated[Text, typer.Option(help="local (default), ray or slurm: 'slurm(time=60)'", metavar="TEXT")] = None,
     retry: Annotated[Text, typer.Option(help="runs to try again: failed, stale", metavar="TEXT")] = None,
     looks: Annotated[Text, typer.Option(help="numbers of seeds after which it may end early: 3,5,10", metavar="TEXT")] = None,
     within: Annotated[Text, typer.Option(help="predictors inside each run as arms: 'linear.raw,attention.raw'", metavar="TEXT")] = None,
@@ -162,7 +163,7 @@ def compare(
 
     typed = flags.with_new_names({name: value for name, value in values.items() if value is not None})
     asked = dict(seeds=seeds, baseline=baseline, metric=metric, margin=margin, plan=plan, config=config, jobs=jobs, threads=threads)
-    asked |= dict(retry=retry, looks=looks, within=within, output_dir=output_dir)
+    asked |= dict(executor=executor, retry=retry, looks=looks, within=within, output_dir=output_dir)
     return run_comparison(runs or [], typed, Asked(**asked, fail_fast=fail_fast, calibrated=calibrated, dry_run=dry_run))
 
 

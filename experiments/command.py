@@ -15,8 +15,10 @@ from experiments import plan as plans
 from experiments.arms import Comparison
 from experiments.cells import Place, changed, place_of, state_of
 from experiments.comparison import compared, finished_runs, from_plan
+from experiments.executors.base import Executor
+from experiments.executors.wanted import Wanted, wanted
 from experiments.grid import Arm
-from experiments.launch import FailedFast, Launch, Workers, check_can_fork, failure, tell_jobs
+from experiments.launch import FailedFast, Launch, failure, tell_jobs
 from experiments.live import Progress, duration
 from experiments.plan import BACKBONE, Plan
 from experiments.power import measured_power, planned_power
@@ -40,6 +42,7 @@ class Asked:
     config: str | None = None
     jobs: str | None = None
     threads: str | None = None
+    executor: str | None = None
     retry: str | None = None
     looks: str | None = None
     within: str | None = None
@@ -51,8 +54,8 @@ class Asked:
     @property
     def makes_runs(self) -> bool:
         """Whether anything was typed that finished runs have no use for."""
-        values = (self.seeds, self.plan, self.config, self.jobs, self.threads, self.retry, self.looks, self.fail_fast, self.dry_run)
-        return any(values)
+        values = (self.seeds, self.plan, self.config, self.jobs, self.threads, self.executor, self.retry, self.looks)
+        return any((*values, self.fail_fast, self.dry_run))
 
     def declared(self) -> dict[str, Any]:
         """What belongs to the plan, as values."""
@@ -89,8 +92,8 @@ def compare(runs: Sequence[str], typed: Mapping[str, str], asked: Asked) -> int:
         conclude(finished_runs(runs, declared), folder)
         return 0
     check_writable(folder)
-    jobs = parse_whole_number("jobs", asked.jobs or "1", 1)
-    plan = planned(folder, typed, asked, declared, jobs)
+    where = wanted(asked.executor, None if asked.jobs is None else parse_whole_number("jobs", asked.jobs, 1))
+    plan = planned(folder, typed, asked, declared, where.threads)
     from_plan(plan, (), {})  # what can't be compared is refused before anything is loaded
     if plan.trackers:
         from training.progress import check_tracker  # late: torch takes its time
@@ -98,16 +101,17 @@ def compare(runs: Sequence[str], typed: Mapping[str, str], asked: Asked) -> int:
         for name in plan.trackers:
             check_tracker(name)
     if asked.dry_run:
-        show_plan(plan, folder, jobs)
+        show_plan(plan, folder, where)
         return 0
-    return run_plan(plan, folder, jobs, retried(asked.retry), fail_fast=asked.fail_fast)
+    return run_plan(plan, folder, where, retried(asked.retry), fail_fast=asked.fail_fast)
 
 
-def show_plan(plan: Plan, folder: Path, jobs: int) -> None:
+def show_plan(plan: Plan, folder: Path, where: Wanted) -> None:
     """`--dry_run`."""
     from experiments.preview import preview
 
-    tell_jobs(jobs, plan.threads)
+    if where.is_local:
+        tell_jobs(where.jobs or 1, plan.threads)
     backbone = ""
     if plan.backbone:
         first = Making.of(of_backbone(plan), folder, measure=True)
@@ -116,27 +120,27 @@ def show_plan(plan: Plan, folder: Path, jobs: int) -> None:
         each = first.seconds[BACKBONE]
         print(f"first, a backbone for each seed, from which all arms start: {len(left)} runs of about {duration(each)}")
     made = Making.of(plan, folder, measure=True, backbone=backbone)
-    print(preview(plan, made.states(made.places(plan.seeds)), made.seconds, made.same_as, jobs))
+    print(preview(plan, made.states(made.places(plan.seeds)), made.seconds, made.same_as, where.forecast))
 
 
-def run_plan(plan: Plan, folder: Path, jobs: int, retry: frozenset[str], *, fail_fast: bool) -> int:
-    check_can_fork()
+def run_plan(plan: Plan, folder: Path, where: Wanted, retry: frozenset[str], *, fail_fast: bool) -> int:
     backbone = ""
-    with Workers(plan.threads, modules_of(plan)) as workers:
+    with where.make(folder, plan.threads, modules_of(plan)) as executor:
         if not all((place_of(folder, arm.name, seed).run / RESULTS).exists() for arm in plan.arms for seed in plan.seeds):
-            workers.warm_up()  # while the plan is checked
-        tell_jobs(jobs, plan.threads)
+            executor.warm_up()  # while the plan is checked
+        if where.is_local:
+            tell_jobs(executor.at_once, plan.threads)
         if plan.backbone:
             write_json(folder / plans.FILE, plan.body())
             first = Making.of(of_backbone(plan), folder)
-            missing = [p for p in first.run(workers, jobs, retry, fail_fast=fail_fast) if not (p.run / RESULTS).exists()]
+            missing = [p for p in first.run(executor, where, retry, fail_fast=fail_fast) if not (p.run / RESULTS).exists()]
             if len(missing) == len(plan.seeds):
                 raise Halt(f"error: {failure(missing[0])}; no arm can start without it", 1)
             backbone = first.digest
         made = Making.of(plan, folder, backbone=backbone)
         write_json(folder / plans.FILE, plan.body())
-        wanted = made.run(workers, jobs, retry, fail_fast=fail_fast)
-    return made.report(wanted, jobs)
+        todo = made.run(executor, where, retry, fail_fast=fail_fast)
+    return made.report(todo, where)
 
 
 def modules_of(plan: Plan) -> list[str]:
@@ -163,8 +167,8 @@ def retried(text: str | None) -> frozenset[str]:
 # ---------------------------------------------------------------- the plan
 
 
-def planned(folder: Path, typed: Mapping[str, str], asked: Asked, declared: dict[str, Any], jobs: int) -> Plan:
-    """The plan that the directory has, with what joins it, or a new one."""
+def planned(folder: Path, typed: Mapping[str, str], asked: Asked, declared: dict[str, Any], usual: int) -> Plan:
+    """The plan that the directory has, with what joins it, or a new one. `usual`: its threads, where nothing says them."""
     old = plans.read(folder)
     if old is not None:
         plans.permit(old, typed)
@@ -178,8 +182,8 @@ def planned(folder: Path, typed: Mapping[str, str], asked: Asked, declared: dict
     else:
         raise BadOption("output_dir", f"must hold a {plans.FILE} to go on with, where nothing else is typed", str(folder))
     declared = {**plans.declared_in(rest), **declared}
-    wanted = asked.threads if asked.threads is not None else rest.get("threads")
-    threads = None if wanted is None else parse_whole_number("threads", str(wanted), 1)
+    named = asked.threads if asked.threads is not None else rest.get("threads")
+    threads = None if named is None else parse_whole_number("threads", str(named), 1)
     if old is not None and (folder / "cells").exists():
         if threads not in (None, old.threads):
             raise BadOption("threads", f"contradicts the plan, which has {old.threads}: threads change weights", threads)
@@ -190,7 +194,7 @@ def planned(folder: Path, typed: Mapping[str, str], asked: Asked, declared: dict
         declared.setdefault("seeds", plans.seeds_of("3"))
         arms = plans.absolute(arms)
         declared.setdefault("baseline", plans.shown_arms(arms, declared.get("within", ()))[0])
-        plan = Plan(arms=tuple(arms), threads=threads or plans.threads_for(jobs), **declared)
+        plan = Plan(arms=tuple(arms), threads=threads or usual, **declared)
     return plans.checked(plan)
 
 
@@ -287,33 +291,33 @@ class Making:
         states = self.states(self.places(plan.seeds))
         return from_plan(plan, list(states.items()), self.same_as)
 
-    def run(self, workers: Workers, jobs: int, retry: frozenset[str], *, fail_fast: bool) -> list[Place]:
+    def run(self, executor: Executor, where: Wanted, retry: frozenset[str], *, fail_fast: bool) -> list[Place]:
         """Runs what is left. Gives the runs that the plan wanted."""
         plan, told = self.plan, list[bool]()
         places = self.places(plan.seeds)
         later: list[str | int] = [*plan.later_seeds, *(arm.name for arm in plan.arms if arm.exploratory)]
-        progress = Progress(places, self.made_with, plan.metric, jobs, later, after=lambda: self.tell_power(told, progress))
+        progress = Progress(places, self.made_with, plan.metric, executor.room, later, after=lambda: self.tell_power(told, progress))
         arms = {arm.name: arm for arm in plan.arms}
         given = functools.partial(shared, plan, self.folder)
-        launch = Launch(arms, self.made_with, plan.threads, jobs, progress, retry, fail_fast, given)
+        launch = Launch(arms, self.made_with, plan.threads, progress, retry, fail_fast, given)
         try:
             with interruptible(), progress:
                 if plan.family and not all((place.run / RESULTS).exists() for place in places):
                     progress.line(planned_power(len(plan.seeds), len(plan.family)))
-                return self.look_by_look(launch, workers)
+                return self.look_by_look(launch, executor)
         except KeyboardInterrupt as stop:
             how = stop if isinstance(stop, Interrupted) else Interrupted()
-            raise Halt(f"stopped by {how.name}; what was done is saved. Go on with: {self.again(jobs)}", how.exit_code) from None
+            raise Halt(f"stopped by {how.name}; what was done is saved. Go on with: {self.again(where)}", how.exit_code) from None
         except FailedFast as stop:
-            raise Halt(f"{stop}. Go on with: {self.again(jobs)} --retry failed", 1) from None
+            raise Halt(f"{stop}. Go on with: {self.again(where)} --retry failed", 1) from None
 
-    def look_by_look(self, launch: Launch, workers: Workers) -> list[Place]:
+    def look_by_look(self, launch: Launch, executor: Executor) -> list[Place]:
         """All of them, or those up to the look at which every arm was decided; seeds that joined later come last."""
         plan, seeds, before, open_arms = self.plan, self.plan.declared_seeds, 0, list[str]()
         wanted: list[Place] = []
         for look in plan.verdicts_after or (len(seeds),):
             more = self.places(seeds[before:look], open_arms)
-            launch.run(self.ready(more), workers)
+            launch.run(self.ready(more), executor)
             wanted, before = wanted + more, look
             if look < len(seeds):
                 still = compared(self.comparison(dataclasses.replace(plan, seeds=seeds, later_seeds=()))).open_arms
@@ -324,17 +328,17 @@ class Making:
                 names = [arm.name for arm in plan.arms for n in (plan.baseline, *still) if n == arm.name or plan.within]
                 open_arms = [self.same_as.get(name, name) for name in names]
         later = self.places(plan.later_seeds)
-        launch.run(self.ready(later), workers)
+        launch.run(self.ready(later), executor)
         return wanted + later
 
     def ready(self, places: Sequence[Place]) -> list[Place]:
         return [place for place in places if can_start(self.plan, self.folder, place.seed)]
 
-    def again(self, jobs: int) -> str:
+    def again(self, where: Wanted) -> str:
         """The command that goes on."""
         plugins = self.plan.plugins
         typed = f" --plugin {shlex.quote(' | '.join(plugins))}" if plugins else ""
-        return f"python main.py compare --output_dir {shlex.quote(str(self.folder))} --jobs {jobs}{typed}"
+        return f"python main.py compare --output_dir {shlex.quote(str(self.folder))}{where.words}{typed}"
 
     def tell_power(self, told: list[bool], progress: Progress) -> None:
         """Once, when the first two seeds of each arm are there: what the planned seeds will find."""
@@ -346,11 +350,11 @@ class Making:
         if line := measured_power(self.comparison(), len(plan.seeds)):
             progress.line(line)
 
-    def report(self, wanted: Sequence[Place], jobs: int) -> int:
+    def report(self, todo: Sequence[Place], where: Wanted) -> int:
         """The verdict, and what is missing for it."""
-        states = self.states(wanted)
-        missing = [place for place in wanted if not (place.run / RESULTS).exists()]
-        if len(missing) < len(wanted):
+        states = self.states(todo)
+        missing = [place for place in todo if not (place.run / RESULTS).exists()]
+        if len(missing) < len(todo):
             conclude(self.comparison(), self.folder, self.plan.trackers)
             if any(arm.published for arm in self.plan.arms):
                 print("\n" + beside_published(self.plan, self.places(self.plan.seeds), self.same_as, self.folder))
@@ -365,7 +369,7 @@ class Making:
             say(f"stale: {len(old)} results were made with another {what}; --retry stale makes them anew")
         if missing:
             tries = " --retry failed" if "failed" in states.values() else ""
-            say(f"{len(missing)} of {len(wanted)} runs have no result. Go on with: {self.again(jobs)}{tries}")
+            say(f"{len(missing)} of {len(todo)} runs have no result. Go on with: {self.again(where)}{tries}")
         return 1 if missing else 0
 
 

@@ -25,7 +25,8 @@ AROUND = 8  # lines of the table besides its rows
 
 @dataclass
 class Progress:
-    """What can be told from the directories alone. `later`: arms and seeds that joined the plan after it was written."""
+    """What can be told from the directories alone. `jobs`: how many runs are likely to run at once. `later`: arms and seeds that joined
+    the plan after it was written."""
 
     places: Sequence[Place]
     made_with: Mapping[str, Mapping[str, str]]
@@ -97,7 +98,7 @@ class Progress:
                 if whole is None:
                     return None
                 left += whole * (1 - share_done(place))
-        return left / self.jobs
+        return left / min(self.jobs, len(self.places))
 
     # ------------------------------------------------------------ shown
 

@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import re
 import types
 import typing
@@ -241,12 +240,6 @@ def flags_in(path: str, name: str, common: Any, own: Any, typed: Mapping[str, st
     except BadOption as error:
         raise BadOption(error.option, f"{error.rule}, in arm {name!r} of {path}", error.value) from None
     return {n: v for n, v in parsed.items() if v is not None}
-
-
-def threads_for(jobs: int) -> int:
-    """Cores of a cell where so many run at once."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // jobs)
 
 
 # ---------------------------------------------------------------- plan.json

@@ -28,8 +28,8 @@ START = 2.0  # seconds for what a run does besides passes over its rows
 FIT = 0.003  # seconds for calibrating one vote to one validation row: measured on one core, digits and 8,000 random rows
 
 
-def preview(plan: Plan, states: Mapping[Place, str], seconds: Mapping[str, float], same_as: Mapping[str, str], jobs: int) -> str:
-    """`seconds`: of a run of each arm, measured on a few steps where none is done."""
+def preview(plan: Plan, states: Mapping[Place, str], seconds: Mapping[str, float], same_as: Mapping[str, str], jobs: int | None) -> str:
+    """`seconds`: of a run of each arm, measured on a few steps where none is done. `jobs`: None for as many as there is room for."""
     lines = []
     width = max(len(arm.name) for arm in plan.arms)
     each: dict[str, float] = {}
@@ -46,8 +46,9 @@ def preview(plan: Plan, states: Mapping[Place, str], seconds: Mapping[str, float
         lines.append(
             f"  {arm.name:<{width}}  {count}; {how} {duration(each[arm.name])} a run  {typed}{'  (exploratory)' if arm.exploratory else ''}"
         )
-    head = f"plan: {len(plan.arms)} arms x {len(plan.seeds)} seeds, {len(states)} runs of {plan.threads} threads, {jobs} at once"
-    left = side_by_side([each[place.arm] for place in states if not (place.run / RESULTS).exists()], jobs)
+    head = f"plan: {len(plan.arms)} arms x {len(plan.seeds)} seeds, {len(states)} runs of {plan.threads} threads, {jobs or 'all'} at once"
+    times = [each[place.arm] for place in states if not (place.run / RESULTS).exists()]
+    left = side_by_side(times, jobs or max(1, len(times)))
     lines = [f"{head}: about {duration(left)} left", *lines]
     seeds = ", ".join(f"{seed} (exploratory)" if seed in plan.later_seeds else str(seed) for seed in plan.seeds)
     lines += [f"seeds: {seeds}" + (f"; verdicts after {', '.join(map(str, plan.verdicts_after))}" if plan.looks else "")]

@@ -3,6 +3,8 @@
 `compare` starts it as `python -m experiments.worker MODULE ...` and talks in lines of JSON: a job in, who ended out. Start-up is paid
 once so. NOTE: it must neither compute nor search: OpenMP's threads do not survive a fork, and a child that needs them would wait
 for ever. When its input ends, because `compare` was stopped or killed, every run is told to save and stop.
+
+On a machine of a cluster it is `python -m experiments.worker --alone`: one job, one run, no fork.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import os
 import selectors
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Mapping
@@ -71,6 +74,22 @@ def serve() -> None:
 def tell(line: Mapping[str, Any]) -> None:
     with contextlib.suppress(BrokenPipeError):
         os.write(1, (json.dumps(line) + "\n").encode())
+
+
+def alone() -> int:
+    """The job on the first line of the input, in this very process. When the input ends, it is told to save and stop."""
+    # Ctrl-C on a terminal, and Slurm's SIGUSR2, reach every process, and are for the one that started this: it closes the input.
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGUSR2))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
+    job, handle = json.loads(sys.stdin.buffer.readline()), os.dup(0)
+
+    def obey() -> None:
+        while os.read(handle, 1 << 12):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=obey, daemon=True).start()
+    return in_child(job, ())
 
 
 def in_child(job: Mapping[str, Any], pipes: tuple[int, ...]) -> int:
@@ -165,6 +184,8 @@ def flag_words(name: str, value: Any) -> list[str]:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["--alone"]:
+        sys.exit(alone())
     for module in sys.argv[1:]:  # what the runs will load anyway
         importlib.import_module(module)
     serve()

@@ -1,0 +1,1 @@
+"""Where the runs of a comparison are worked on."""

@@ -1,0 +1,122 @@
+"""Runs as tasks of a Ray cluster."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.executors.alone import Alone
+from experiments.executors.base import EVERY, SECONDS, STOPPED, Ended
+from utils import BadOption, say, shortened
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """`address`: of the cluster; "auto": one that must be found; by default one that is found, or a new one, of this machine alone. The
+    others: what a run needs, `num_cpus` its threads unless it says more."""
+
+    address: str | None = None
+    num_cpus: float | None = None
+    num_gpus: float = 0
+    memory_gb: float | None = None
+    resources: Any = None
+
+
+class Ray:
+    """`--jobs`: the most that run at once; by default all are handed over, and as many run as fit."""
+
+    def __init__(self, folder: Path, threads: int, jobs: int | None, options: Options) -> None:
+        if options.resources is not None and not isinstance(options.resources, dict):
+            raise BadOption("resources", "must be names with numbers, as {'tpu': 1}", options.resources)
+        self.options, self.at_once, self.room = options, jobs or EVERY, jobs or 1
+        cpus = threads if options.num_cpus is None else options.num_cpus
+        memory = None if options.memory_gb is None else int(options.memory_gb * 2**30)
+        self.needs: dict[str, Any] = {"num_cpus": cpus, "num_gpus": options.num_gpus, "memory": memory, "resources": options.resources}
+        self.task: Any = None
+        self.at_work: dict[Any, Mapping[str, Any]] = {}  # by what Ray calls a task
+
+    def __enter__(self) -> Ray:
+        import ray
+
+        before = signal.getsignal(signal.SIGTERM)
+        try:
+            ray.init(address=self.options.address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
+            self.task = ray.remote(there).options(**self.needs)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            ray.shutdown()
+            raise BadOption("executor", f"ray: {shortened(error, 200)}", self.options.address or "ray") from None
+        finally:
+            if threading.current_thread() is threading.main_thread():  # Ray takes SIGTERM for itself
+                signal.signal(signal.SIGTERM, before)
+        fit = sum(map(self.fit, nodes := [node["Resources"] for node in ray.nodes() if node["Alive"]]))
+        self.room = max(1, min(fit, self.at_once))
+        cpus, gpus = (sum(node.get(name, 0) for node in nodes) for name in ("CPU", "GPU"))
+        say(f"executor: ray, {len(nodes)} nodes with {cpus:g} CPUs and {gpus:g} GPUs; {fit} runs fit at once")
+        if not fit:  # NOTE: Ray lets a task wait for ever for what no node has, and a cluster may grow
+            say("warning: no node of the cluster has room for a run; they wait until one has")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        import ray
+
+        ray.shutdown()  # a task that still runs loses its process, and its run saves and ends
+
+    def fit(self, node: Mapping[str, float]) -> int:
+        """How many runs a node has room for."""
+        needs = {
+            "CPU": self.needs["num_cpus"],
+            "GPU": self.needs["num_gpus"],
+            "memory": self.needs["memory"],
+            **(self.needs["resources"] or {}),
+        }
+        return int(min((node.get(name, 0.0) // need for name, need in needs.items() if need), default=EVERY))
+
+    def warm_up(self) -> None:
+        pass
+
+    def start(self, job: Mapping[str, Any]) -> None:
+        self.at_work[self.task.remote({**job, "cwd": os.getcwd()})] = job
+
+    def ended(self, seconds: float) -> list[Ended]:
+        import ray
+
+        ready = ray.wait(list(self.at_work), num_returns=1, timeout=seconds)[0]
+        return [self.outcome(task, self.at_work.pop(task)["run"]) for task in ready]
+
+    def outcome(self, task: Any, run: str) -> Ended:
+        import ray
+
+        try:
+            return Ended(run, ray.get(task))
+        except ray.exceptions.TaskCancelledError:
+            return Ended(run, STOPPED[0])
+        except ray.exceptions.RayError as error:
+            cause = getattr(error, "cause", None) or error
+            return Ended(run, 1, f"error: ray: {type(cause).__name__}: {shortened(cause, 200)}")
+
+    def stop(self) -> Iterator[Ended]:
+        import ray
+
+        for task in self.at_work:
+            ray.cancel(task)
+        while self.at_work:
+            yield from self.ended(SECONDS)
+
+
+def there(job: Mapping[str, Any]) -> int:
+    """In a worker of the cluster: the run's exit code."""
+    run = None
+    try:
+        run = Alone(job)
+        return run.wait()
+    except KeyboardInterrupt:  # cancelled
+        if run is None:
+            return STOPPED[0]
+        run.stop()
+        return run.wait()

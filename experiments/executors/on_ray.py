@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -46,9 +47,10 @@ class Ray:
 
         before = signal.getsignal(signal.SIGTERM)
         try:
+            check_answers(self.options.address)
             ray.init(address=self.options.address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
             self.task = ray.remote(there).options(**self.needs)
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             ray.shutdown()
             raise BadOption("executor", f"ray: {shortened(error, 200)}", self.options.address or "ray") from None
         finally:
@@ -107,6 +109,14 @@ class Ray:
             ray.cancel(task)
         while self.at_work:
             yield from self.ended(SECONDS)
+
+
+def check_answers(address: str | None) -> None:
+    """NOTE: Ray asks an address at which nobody is for minutes, and says nothing."""
+    given = os.environ.get("RAY_ADDRESS") if address in (None, "auto") else address
+    host, _, port = (given or "").rpartition("://")[2].rpartition(":")
+    if port.isdecimal():
+        socket.create_connection((host, int(port)), timeout=10).close()
 
 
 def there(job: Mapping[str, Any]) -> int:

@@ -69,6 +69,10 @@ class Slurm:
 
     def __init__(self, folder: Path, threads: int, jobs: int | None, options: Options) -> None:
         one_of("cluster", options.cluster, ("slurm", "local"))
+        if not isinstance(setup := options.setup or [], list) or not all(isinstance(line, str) for line in setup):
+            raise BadOption("setup", "must be commands, as ['module load cuda']", setup)
+        if not isinstance(more := options.additional_parameters or {}, dict):
+            raise BadOption("additional_parameters", "must be names with values, as {'reservation': 'x'}", more)
         self.folder, self.threads, self.options = folder, threads, options
         self.at_once, self.room = (jobs or 1, jobs or 1) if options.cluster == "local" else (EVERY, jobs or MOST)
         self.submitter: Any = None

@@ -59,15 +59,15 @@ class Wanted:
 
 
 def wanted(text: str | None, jobs: int | None) -> Wanted:
-    """Refuses what is not there: the executor, its package, or its options."""
+    """Refuses what is not there: the executor, its options, or its package."""
     call = parse_call(text or "local", "executor")
     package = PACKAGES[one_of("executor", call.name, PACKAGES)]
+    if package:
+        check_options(call.name, parts_of(call.name)[1], call.options)
+    elif call.options:
+        raise BadOption("executor", "local has no options", text)
     if package and importlib.util.find_spec(package) is None:
         raise BadOption("executor", f"needs an optional package: pip install {package}", call.name)
-    if call.name == "local" and call.options:
-        raise BadOption("executor", "local has no options", text)
-    if call.name != "local":
-        check_options(call.name, parts_of(call.name)[1], call.options)
     return Wanted(call, jobs)
 
 

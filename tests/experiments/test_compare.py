@@ -9,58 +9,17 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 
-from evaluation.predictions import read
 from experiments.cells import Place, claimed, holder, place_of
 from experiments.live import Progress
 from experiments.plan import BACKBONE
 from main import main
+from tests.experiments.sweeps import FAKE, THREE, begun, check_runs, numbers, until
 from utils import BadOption
-
-ROOT = Path(__file__).parent.parent.parent
-FAKE = ["--dataset", "fake(train=60, test=30, size=8, classes=3)", "--patch_size", "4", "--num_layers", "1", "--num_heads", "1"]
-FAKE += ["--d_hidden", "6", "--d_mlp", "7", "--batch_size", "16", "--no-baselines", "--threads", "1"]
-THREE = [*FAKE, "--num_epochs", "3", "--layer", "Attention | KvtAttention(K=2|3)", "--seeds", "2"]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-
-
-def begun(folder: Path, *words: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(ROOT / "main.py"), "compare", "--output_dir", str(folder), *words]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=folder.parent)
-
-
-def until(process: subprocess.Popen[str], start: str) -> str:
-    """The first line of what a process says that starts so."""
-    assert process.stderr
-    lines = []
-    for line in process.stderr:
-        lines.append(line)
-        if line.startswith(start):
-            return line
-    raise AssertionError("".join(lines[-20:]))
-
-
-def numbers(folder: Path) -> dict[str, Any]:
-    """comparison.json without what is measured with a clock."""
-    body = json.loads((folder / "comparison.json").read_text())
-    for cell in body["cells"]:
-        cell["run"] = Path(cell["run"]).relative_to(folder).as_posix()
-    return without_times(body)
-
-
-def without_times(value: Any) -> Any:
-    timed = ("second", "time", "memory", "images", "throughput", "peak", "notes", "sentence")  # notes tell of a busy machine
-    if isinstance(value, dict):
-        return {k: without_times(v) for k, v in value.items() if not any(word in k for word in timed)}
-    return [without_times(v) for v in value] if isinstance(value, list) else value
 
 
 @pytest.fixture(scope="module")
@@ -113,13 +72,7 @@ def test_killed_twice_resumed_with_help_it_ends_with_the_same_tables(alone: Path
     said = [process.communicate() for process in (third, helper)]
     assert [third.returncode, helper.returncode] == [0, 0], said[0][1][-2000:] + said[1][1][-2000:]
     assert numbers(folder) == numbers(alone)
-    for place in runs:
-        twin = alone / place.run.relative_to(folder)
-        found, wanted = read(place.run)[0], read(twin)[0]
-        assert found.keys() == wanted.keys()
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-        epochs = [json.loads(line)["epoch"] for line in (place.run / "metrics.jsonl").read_text().splitlines()]
-        assert epochs == [1, 2, 3]
+    check_runs(folder, alone, epochs=3)
 
 
 def test_nothing_runs_twice(copy: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from experiments.cells import Place, note_failure, note_retry, read_note, state_of
-from experiments.executors.base import SECONDS, STOPPED, Ended, Executor
+from experiments.executors.base import ELSEWHERE, SECONDS, STOPPED, Ended, Executor
 from experiments.grid import Arm
 from run.directory import RESULTS
 from utils import Halt, say
-
-ELSEWHERE = 75  # as in experiments/worker.py, which loads torch
 
 
 class FailedFast(Halt):

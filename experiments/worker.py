@@ -27,13 +27,12 @@ import torch
 
 import config as flags
 from experiments.cells import Place, claimed, note_failure, note_start, note_time, read_note, state_of
+from experiments.executors.base import ELSEWHERE
 from inputs import files, store
 from run.directory import RESULTS
 from run.plugin import plugin_frame
 from run.run import run
 from utils import BadOption, Halt, Stopped, say, shortened
-
-ELSEWHERE = 75  # exit code of a run that another process works on
 
 
 def serve() -> None:

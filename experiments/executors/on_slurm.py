@@ -18,7 +18,7 @@ from typing import Any
 
 from experiments.cells import Place, holder
 from experiments.executors.alone import Alone, environment
-from experiments.executors.base import EVERY, SECONDS, STOPPED, Ended
+from experiments.executors.base import ELSEWHERE, EVERY, SECONDS, STOPPED, Ended
 from run.directory import RESULTS
 from utils import BadOption, Halt, one_of, say, shortened
 
@@ -78,6 +78,7 @@ class Slurm:
         self.submitter: Any = None
         self.waiting: list[dict[str, Any]] = []  # to be submitted
         self.at_work: dict[str, tuple[Any, Mapping[str, Any]]] = {}  # by run: submitit's job, and ours
+        self.preempted: dict[str, float] = {}  # since when
         self.looked = 0.0
 
     def __enter__(self) -> Slurm:
@@ -117,7 +118,7 @@ class Slurm:
                 found = self.submitter.map_array(OnNode(), jobs)
             except (OSError, RuntimeError) as error:  # sbatch refuses: its last line says why
                 last = [line for line in str(error).splitlines() if line.strip()][-1:]
-                raise Halt(f"error: sbatch: {shortened(''.join(last) or type(error).__name__, 300)}", 1) from None
+                raise Halt(f"error: slurm: {shortened(''.join(last) or type(error).__name__, 300)}", 1) from None
         self.at_work |= {job["run"]: (there, job) for job, there in zip(jobs, found, strict=True)}
         if self.options.cluster == "slurm":
             say(f"executor: slurm, {len(jobs)} jobs ({found[0].job_id.partition('_')[0]}), at most {self.room} at once")
@@ -128,8 +129,15 @@ class Slurm:
         if time.monotonic() < self.looked + LOOK:
             return []
         self.looked = time.monotonic()
-        done = [run for run, (job, _) in self.at_work.items() if job.done()]
+        done = [run for run, (job, _) in self.at_work.items() if job.done() or self.is_lost(run, job)]
         return [self.outcome(run, self.at_work.pop(run)[0]) for run in done]
+
+    def is_lost(self, run: str, job: Any) -> bool:
+        """NOTE: a site may end the jobs that it preempts and not requeue them; submitit waits for them for ever."""
+        if str(job.state) != "PREEMPTED":
+            self.preempted.pop(run, None)
+            return False
+        return self.looked - self.preempted.setdefault(run, self.looked) > GRACE
 
     def outcome(self, run: str, job: Any) -> Ended:
         if job.paths.result_pickle.exists():
@@ -139,6 +147,8 @@ class Slurm:
         state = str(job.state)
         if state.startswith("CANCELLED"):
             return Ended(run, STOPPED[0])
+        if state in ("NODE_FAIL", "BOOT_FAIL", "PREEMPTED"):
+            return Ended(run, ELSEWHERE)
         return Ended(run, 1, f"error: slurm: job {job.job_id} ended as {state} (log: {job.paths.stderr})")
 
     def stop(self) -> Iterator[Ended]:

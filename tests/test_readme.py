@@ -21,7 +21,8 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]  # in this order: docs use the README's runs
 OTHERS = {"help", "help_all", "install_completion", "quick"}  # of a command line that are no options of ours
 OTHERS |= {"nproc_per_node", "nnodes", "rdzv_id", "rdzv_backend", "rdzv_endpoint"}  # torchrun's
-OTHERS |= {"nodes", "ntasks_per_node", "gpus_per_node", "signal"}  # Slurm's
+OTHERS |= {"nodes", "ntasks_per_node", "gpus_per_node", "signal", "me"}  # Slurm's
+OTHERS |= {"address"}  # Ray's
 
 # One process for all commands: loading torch takes longer than most of them.
 DRIVER = """

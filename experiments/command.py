@@ -25,7 +25,7 @@ from experiments.power import measured_power, planned_power
 from experiments.published import beside_published
 from inputs.files import write_json
 from run.directory import RESULTS, check_writable
-from utils import BadOption, Halt, Interrupted, did_you_mean, interruptible, parse_whole_number, say, whole_numbers
+from utils import BadOption, Halt, did_you_mean, interruptible, parse_whole_number, say, whole_numbers
 
 RETRIED = ("failed", "stale")
 
@@ -301,12 +301,12 @@ class Making:
         given = functools.partial(shared, plan, self.folder)
         launch = Launch(arms, self.made_with, plan.threads, progress, retry, fail_fast, given)
         try:
-            with interruptible(), progress:
+            with interruptible() as signals, progress:
                 if plan.family and not all((place.run / RESULTS).exists() for place in places):
                     progress.line(planned_power(len(plan.seeds), len(plan.family)))
                 return self.look_by_look(launch, executor)
-        except KeyboardInterrupt as stop:
-            how = stop if isinstance(stop, Interrupted) else Interrupted()
+        except KeyboardInterrupt:
+            how = signals[-1]
             raise Halt(f"stopped by {how.name}; what was done is saved. Go on with: {self.again(where)}", how.exit_code) from None
         except FailedFast as stop:
             raise Halt(f"{stop}. Go on with: {self.again(where)} --retry failed", 1) from None

@@ -50,7 +50,7 @@ class Ray:
             check_answers(self.options.address)
             ray.init(address=self.options.address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
             self.task = ray.remote(there).options(**self.needs)
-        except (OSError, ValueError, RuntimeError) as error:
+        except Exception as error:  # of many kinds, bare ones among them
             ray.shutdown()
             raise BadOption("executor", f"ray: {shortened(error, 200)}", self.options.address or "ray") from None
         finally:
@@ -67,7 +67,7 @@ class Ray:
     def __exit__(self, *error: object) -> None:
         import ray
 
-        ray.shutdown()  # a task that still runs loses its process, and its run saves and ends
+        ray.shutdown()  # NOTE: it kills what still runs
 
     def fit(self, node: Mapping[str, float]) -> int:
         """How many runs a node has room for."""

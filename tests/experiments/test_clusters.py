@@ -82,10 +82,13 @@ def test_begun_on_ray_and_finished_here_with_the_help_of_submitit(alone: Path, r
     folder = tmp_path / "sweep"
     process = begun(folder, *THREE, "--executor", ray)
     until(process, "done")
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
     said = process.communicate()[1]
-    assert process.returncode == 130, said[-3000:]
-    assert f"""Go on with: python main.py compare --output_dir {folder} --executor 'ray(address='"'"'auto'"'"')'""" in said
+    assert process.returncode == 143, said[-3000:]
+    assert (
+        f"""stopped by SIGTERM; what was done is saved. Go on with: python main.py compare --output_dir {folder} --executor 'ray(address='"'"'auto'"'"')'"""
+        in said
+    )
     assert no_one_works_on(folder)
     done = {path: path.stat().st_mtime_ns for path in folder.glob("cells/*/*/results.json")}
     assert 1 <= len(done) < 6

@@ -73,9 +73,7 @@ def test_how_many_runs_a_node_of_ray_has_room_for() -> None:
 
 def test_what_submitit_is_asked_for(tmp_path: Path) -> None:
     """By the names that all its executors know, or with "slurm_" before those that Slurm alone has."""
-    options = Options(
-        partition="gpu", time=90, gpus_per_node=1, mem="16GB", setup=["module load cuda"], additional_parameters={"a": "b"}
-    )
+    options = Options(partition="gpu", time=90, gpus_per_node=1, mem="16GB", setup=["module load cuda"], additional_parameters={"a": "b"})
     found = options.parameters(tmp_path / "sweep", 3, 17)
     assert {name: value for name, value in found.items() if value is not None} == {
         "name": "sweep",

@@ -56,7 +56,7 @@ class Options:
 
     def parameters(self, folder: Path, threads: int, parallel: int) -> dict[str, Any]:
         """As submitit takes them: what all its executors have in common, and what is of Slurm alone."""
-        own = dataclasses.asdict(self)
+        own = dataclasses.asdict(self) | {"additional_parameters": {"requeue": True, **(self.additional_parameters or {})}}
         common = {"timeout_min": own.pop("time"), "gpus_per_node": own.pop("gpus_per_node"), "name": folder.resolve().name}
         common["cpus_per_task"] = own.pop("cpus_per_task") or threads
         for name in ("requeues", "cluster"):
@@ -158,11 +158,15 @@ class Slurm:
             job.cancel(check=False)
         yield from (left_behind(job["run"]) for job in dropped)
         while self.at_work:
-            free = [run for run, (_, job) in self.at_work.items() if not holder(Place(job["arm"], job["seed"], Path(run)))]
-            for run in free:
+            for run in [run for run, (there, job) in self.at_work.items() if has_ended(there, job)]:
                 del self.at_work[run]
                 yield left_behind(run)
             time.sleep(SECONDS if self.at_work else 0.0)
+
+
+def has_ended(there: Any, job: Mapping[str, Any]) -> bool:
+    """A job that was cancelled: nobody works on its run, or somebody else does."""
+    return there.paths.result_pickle.exists() or not holder(Place(job["arm"], job["seed"], Path(job["run"])))
 
 
 def left_behind(run: str) -> Ended:
@@ -189,8 +193,8 @@ class OnNode:
             return code, ""
         except UncompletedJobError:  # out of requeues; the run has saved
             return STOPPED[0], ""
-        except OSError as error:
-            return 1, f"error: slurm: {shortened(error, 200)}"
+        except Exception as error:  # no such directory here; it may not be requeued
+            return 1, f"error: slurm: {type(error).__name__}: {shortened(error, 200)}"
         except KeyboardInterrupt:  # cancelled, where there is no Slurm
             if self.run is not None:
                 self.run.stop()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -85,10 +86,8 @@ def test_begun_on_ray_and_finished_here_with_the_help_of_submitit(alone: Path, r
     process.send_signal(signal.SIGTERM)
     said = process.communicate()[1]
     assert process.returncode == 143, said[-3000:]
-    assert (
-        f"""stopped by SIGTERM; what was done is saved. Go on with: python main.py compare --output_dir {folder} --executor 'ray(address='"'"'auto'"'"')'"""
-        in said
-    )
+    again = f"python main.py compare --output_dir {folder} --executor {shlex.quote(ray)}"
+    assert f"stopped by SIGTERM; what was done is saved. Go on with: {again}" in said
     assert no_one_works_on(folder)
     done = {path: path.stat().st_mtime_ns for path in folder.glob("cells/*/*/results.json")}
     assert 1 <= len(done) < 6

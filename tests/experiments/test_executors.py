@@ -83,7 +83,7 @@ def test_what_submitit_is_asked_for(tmp_path: Path) -> None:
         "slurm_partition": "gpu",
         "slurm_mem": "16GB",
         "slurm_setup": ["module load cuda"],
-        "slurm_additional_parameters": {"a": "b"},
+        "slurm_additional_parameters": {"requeue": True, "a": "b"},
         "slurm_signal_delay_s": 90,
         "slurm_array_parallelism": 17,
     }

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.executors.alone import environment
 from experiments.executors.base import SECONDS, Ended
+from experiments.executors.process import environment
 from utils import BadOption, Halt
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.executors.alone import Alone
 from experiments.executors.base import EVERY, SECONDS, STOPPED, Ended
+from experiments.executors.process import RunProcess
 from utils import BadOption, say, shortened
 
 
@@ -123,7 +123,7 @@ def there(job: Mapping[str, Any]) -> int:
     """In a worker of the cluster: the run's exit code."""
     run = None
     try:
-        run = Alone(job)
+        run = RunProcess(job)
         return run.wait()
     except KeyboardInterrupt:  # cancelled
         if run is None:

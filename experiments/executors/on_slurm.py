@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.cells import Place, holder
-from experiments.executors.alone import Alone, environment
 from experiments.executors.base import ELSEWHERE, EVERY, SECONDS, STOPPED, Ended
+from experiments.executors.process import RunProcess, environment
 from run.directory import RESULTS
 from utils import BadOption, Halt, one_of, say, shortened
 
@@ -177,7 +177,7 @@ def left_behind(run: str) -> Ended:
 class OnNode:
     """What submitit calls on a node: in the first process of the job's step."""
 
-    run: Alone | None = None
+    run: RunProcess | None = None
     told = False  # Slurm has sent SIGTERM, to every process of the step: the run has got it, too, and saves
 
     def __call__(self, job: Mapping[str, Any]) -> tuple[int, str]:
@@ -186,7 +186,7 @@ class OnNode:
 
         signal.signal(signal.SIGTERM, self.note)
         try:
-            self.run = Alone(job)
+            self.run = RunProcess(job)
             code = self.run.wait()
             if self.told and code in STOPPED:
                 time.sleep(GRACE)  # NOTE: a job that ended now would count as done, and not be requeued

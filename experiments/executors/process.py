@@ -20,10 +20,11 @@ SECONDS = 0.5  # after which a wait looks up: Ray's word that a task is cancelle
 
 
 def environment(threads: int) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    """Of a process that runs; GOMP_SPINCOUNT as main.py has it."""
+    return {"GOMP_SPINCOUNT": "1000", **os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
 
 
-class Alone:
+class RunProcess:
     """A run, begun in the directory where `compare` was typed, so that relative paths lead where they led there.
 
     It saves and ends when its input is closed: on `stop`, and also when this process dies. That it has ended is seen by the end of a

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 SECONDS = 0.5  # between looks at the directories
 STOPPED = (128 + signal.SIGTERM, -signal.SIGTERM, 130)  # exit codes of a run that was told to save and end
 ELSEWHERE = 75  # that of a run which another process works on, or which is to be begun again for another reason
+GRACE = 600.0  # seconds after SIGTERM within which Slurm requeues a job, or ends it
 EVERY = 1 << 30  # runs are handed over at once where the cluster has a queue of its own
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import signal
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from experiments.cells import Place, holder
-from experiments.executors.base import ELSEWHERE, EVERY, SECONDS, STOPPED, Ended
-from experiments.executors.process import RunProcess, environment
+from experiments.executors.base import ELSEWHERE, EVERY, GRACE, SECONDS, STOPPED, Ended
+from experiments.executors.on_node import OnNode
+from experiments.executors.process import environment
 from run.directory import RESULTS
 from utils import BadOption, Halt, one_of, say, shortened
 
 FOLDER = "submitit"  # in the directory of the comparison: what submitit hands over, and what Slurm says
 MOST = 256  # jobs of an array at once, where --jobs does not say
 LOOK = 2.0  # seconds between looks at the jobs
-GRACE = 600.0  # seconds after SIGTERM within which Slurm requeues a job, or ends it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,44 +171,3 @@ def has_ended(there: Any, job: Mapping[str, Any]) -> bool:
 def left_behind(run: str) -> Ended:
     """A run that nobody works on any more, by what its directory holds."""
     return Ended(run, 0 if (Path(run) / RESULTS).exists() else STOPPED[0])
-
-
-class OnNode:
-    """What submitit calls on a node: in the first process of the job's step."""
-
-    run: RunProcess | None = None
-    told = False  # Slurm has sent SIGTERM, to every process of the step: the run has got it, too, and saves
-
-    def __call__(self, job: Mapping[str, Any]) -> tuple[int, str]:
-        """Exit code, and why, where the run can't have noted it."""
-        from submitit.core.utils import UncompletedJobError
-
-        signal.signal(signal.SIGTERM, self.note)
-        try:
-            self.run = RunProcess(job)
-            code = self.run.wait()
-            if self.told and code in STOPPED:
-                time.sleep(GRACE)  # NOTE: a job that ended now would count as done, and not be requeued
-            return code, ""
-        except UncompletedJobError:  # out of requeues; the run has saved
-            return STOPPED[0], ""
-        except Exception as error:  # no such directory here; it may not be requeued
-            return 1, f"error: slurm: {type(error).__name__}: {shortened(error, 200)}"
-        except KeyboardInterrupt:  # cancelled, where there is no Slurm
-            if self.run is not None:
-                self.run.stop()
-                self.run.wait()
-            raise
-
-    def note(self, number: int, frame: object) -> None:
-        self.told = True
-
-    def checkpoint(self, job: Mapping[str, Any]) -> Any:
-        """SIGUSR2: the run saves, and submitit requeues what is given back."""
-        from submitit.helpers import DelayedSubmission
-
-        if self.run is not None:
-            if not self.told:
-                self.run.stop()
-            self.run.wait_for_end()
-        return DelayedSubmission(OnNode(), job)

@@ -18,8 +18,8 @@ from utils import options_of, parse_parts, say
 DEFAULT_K, DINO_K = 16, 20  # neighbors in training, and of the baselines of a head without a bank
 MOST_ROWS = 100_000  # of a training split that gets baselines and epochs of the head alone unasked
 # NOTE: a projection learns from features that move under it until the rate has fallen to nothing, by augmented and mixed rows that the bank
-# does not hold. Over those of the finished backbone (docs/results.md): a ResNet 42.8 to 44.7 % in 4 epochs and 45.2 in 12, digits 97.8 to 98.3 %
-# with an NLL of .098 in the place of .179.
+# does not hold. Over those of the finished backbone (docs/results.md): a ResNet 42.8 to 44.7 % in 4 epochs and 45.2 in 12, digits 97.8 to
+# 98.3 % with an NLL of .098 in the place of .179.
 HEAD_EPOCHS = 10
 # NOTE: attention over neighbors starts as a good vote, by cosine. At --lr 2e-3 with MixUp it grew sure of itself faster than the embedding
 # grew better, and the embedding then shrank to few directions: 91.9 % on digits after 15 epochs; at 5e-4 96.9 % (linear head: 96.1 %).

@@ -39,7 +39,9 @@ TRAINED = ("linear", "knn", "attn-knn", "linear+attn-knn")  # heads that train a
 ARMS = {"linear": ["--head", "linear"]} | {
     f"{head}, embed_dim {dim}": ["--head", head, "--embed_dim", str(dim)] for head, dim in itertools.product(HEADS, (0, 32, 256))
 }
-RAMPED = {"linear, dropout_ramp": ["--head", "linear", "--dropout_ramp"]}  # heads over neighbors have it by default
+# What heads over neighbors have by default, for the linear head.
+ALONE = {"linear, head_epochs 10": ["--head", "linear", "--head_epochs", "10"]}
+RAMPED = {"linear, dropout_ramp": ["--head", "linear", "--dropout_ramp"]}
 FASHION = ["--config", str(RECIPES / "neighbors_fashion.yaml"), "--dropout", ".1"]
 CIFAR = ["--model", "timm/resnet18", "--num_epochs", "4", "--batch_size", "64", "--lr", "1e-3", "--augment", "--use_amp", "--resize", "16"]
 
@@ -69,7 +71,7 @@ def cells_of(table: str, seeds: int, data: Path, out: Path) -> list[Cell]:
             for head in heads
         ]
     common = {"digits": [], "fashion": FASHION, "cifar": CIFAR}[table]
-    arms = ARMS if table == "cifar" else ARMS | RAMPED  # a ResNet has no dropout inside
+    arms = ARMS | ALONE if table == "cifar" else ARMS | ALONE | RAMPED  # a ResNet has no dropout inside
     if table != "digits":
         common = [*common, "--dataset", f"npz:{part_of(data, table, out)}"]
     return [Cell(table, arm, seed, [*common, *flags]) for seed in range(seeds) for arm, flags in arms.items()]

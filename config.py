@@ -113,6 +113,9 @@ class HeadOptions:
     recall: float = flag(0.99, "share of the neighbors that an approximate index must find, on 500 rows of the bank", rule=PART)
     bank_cap: int | None = flag(None, "most rows that the bank holds", rule=at_least(1))
     bank_evict: str = flag("fifo", "which rows leave a full bank", choices=("fifo", "class-balanced"))
+    shard_bank: bool = flag(
+        False, "of several processes each keeps its part of the bank only: 1/n of the memory, messages in each search (torchrun)"
+    )
     memory_update_freq: float = flag(
         1.0, "epochs between refreshes of the bank in training", rule=(lambda v: 1e-6 <= v <= 1e6, "must be from 1e-6 to 1e6")
     )
@@ -284,7 +287,9 @@ class Config:
 
 
 # What may differ between a checkpoint and its evaluation, or a run and its continuation, without changing what the run is.
-PLACE = frozenset({"feature_cache", "data_path", "device", "workers", "use_compiled", "compile_mode", "tracker", "output_dir", "plugin"})
+PLACE = frozenset(
+    {"feature_cache", "data_path", "device", "workers", "use_compiled", "compile_mode", "tracker", "output_dir", "plugin", "shard_bank"}
+)
 LATE = frozenset({"calibrate", "recalibrate", "tta", "continual", "ood", "baselines"})  # looked at when training is over
 NEIGHBORS = frozenset({"k_eval", "k_ensemble", "adaptive_k"})  # not in a resumed run: validation measures with them, and picks the epoch
 FREE_IN_TEST = PLACE | LATE | NEIGHBORS | {"dataset", "batch_size", "noise", "use_amp", "deterministic"}

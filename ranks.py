@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -57,6 +57,14 @@ class Alone:
         """Blocks of (row numbers, rows) of all processes."""
         return blocks
 
+    def exchanged(self, parts: Sequence[Tensor], counts: Sequence[int] | None = None) -> list[Tensor]:
+        """Rows for each process, which get there; and those that came from each. `counts`: how many come, where that is known."""
+        return list(parts)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Over all processes."""
+        return x
+
     # ------------------------------------------------ a step
 
     def wrapped(self, module: nn.Module) -> nn.Module:
@@ -89,8 +97,8 @@ class Alone:
         """What the first process finds, for all; so are its mistakes."""
         return call()
 
-    def only_first(self, call: Callable[[], T], otherwise: T) -> T:
-        """What the first process does at the end, when nobody waits for it."""
+    def only_first(self, call: Callable[[], T], meanwhile: Callable[[], T]) -> T:
+        """What the first process does at the end, when nobody waits for it, and what the others do."""
         return call()
 
 
@@ -131,6 +139,18 @@ class Ranks(Alone):
     def blocks(self, blocks: Blocks) -> Blocks:
         own = list(blocks)
         return [(self.gathered(numbers for numbers, _ in own), self.gathered(rows for _, rows in own))]
+
+    def exchanged(self, parts: Sequence[Tensor], counts: Sequence[int] | None = None) -> list[Tensor]:
+        sent = [len(part) for part in parts]
+        rows = torch.cat(list(parts))
+        with self.listening():
+            if counts is None:
+                told = torch.empty(self.world, dtype=torch.long)
+                dist.all_to_all_single(told, torch.tensor(sent))
+                counts = told.tolist()
+            found = rows.new_empty(sum(counts), *rows.shape[1:])
+            dist.all_to_all_single(found, rows, list(counts), sent)
+        return list(found.split(list(counts)))
 
     # ------------------------------------------------ a step
 
@@ -195,8 +215,8 @@ class Ranks(Alone):
         with self.listening():
             dist.broadcast_object_list(said, 0, device=torch.device("cpu"))
 
-    def only_first(self, call: Callable[[], T], otherwise: T) -> T:
-        return call() if self.rank == 0 else otherwise
+    def only_first(self, call: Callable[[], T], meanwhile: Callable[[], T]) -> T:
+        return call() if self.rank == 0 else meanwhile()
 
     # ------------------------------------------------ when others end
 

@@ -1,8 +1,10 @@
-"""What several processes cost: CPU time of a step, and the share of it that passes in collectives; and what dropout by rows costs.
+"""What several processes cost: CPU time of a step, and the share of it that passes in collectives; what dropout by rows costs; and what a
+bank in parts takes of memory, messages and time.
 
 OMP_NUM_THREADS=2 python -m benchmarks.ranks                                          one process, two threads
 OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.ranks                     two processes, a thread each
 OMP_NUM_THREADS=1 python -m benchmarks.ranks --dropout                                dropout by rows against torch's
+OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.ranks --bank 200000x128   a bank in parts (with one process, whole)
 """
 
 from __future__ import annotations
@@ -11,18 +13,24 @@ import argparse
 import os
 import statistics
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as main.py has it
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import dataset
 import train_eval
+from classifiers.bank import Bank
+from classifiers.faiss_library import load_faiss
+from classifiers.sharded_bank import ShardedBank
 from inputs.rows import Batch
 from layers.dropout import Dropout, drawing
 from ranks import here, together
@@ -75,7 +83,7 @@ def steps(rounds: int) -> None:
         wall, share = statistics.median(wall for _, wall in found), training.in_collectives()
         how = f"{here().world} x {torch.get_num_threads()} threads"
         line = f"{title}, {how}: {1e3 * cpu:.2f} ms of CPU a step, {1e3 * wall:.2f} ms in all, {share:.0%} of it in collectives"
-        here().only_first(partial(print, line), None)
+        here().only_first(partial(print, line), lambda: None)
 
 
 def dropout(rounds: int) -> None:
@@ -96,13 +104,73 @@ def dropout(rounds: int) -> None:
         print(f"{title}: a step by rows takes {ratio} of one by torch's generator")
 
 
+K, QUERIES = 16, 256  # neighbors, and queries of each process
+
+
+def bank(rounds: int, rows: int, dim: int) -> None:
+    """Unit rows around 100 centers, each process making its own; queries are rows, which may not find themselves."""
+    part, labels = here().part(rows), torch.arange(rows) % 100
+    centers = F.normalize(torch.randn(100, dim, generator=torch.Generator().manual_seed(0)))
+    mine = torch.arange(part.start, part.stop)
+    load_faiss()  # not the bank's
+    before = resident()
+    own = Bank(dim, kind="flat")
+    own.refresh(labels[mine], mine, ((ids, unit_rows(ids, centers)) for ids in mine.split(10_000)))
+    held = resident() - before
+    queries = mine[:: len(mine) // QUERIES][:QUERIES]
+    searched, sent = ShardedBank(own, labels) if here().world > 1 else own, Sent()
+    times = []
+    with sent:
+        for _ in range(rounds + 1):
+            sent.count, start = 0, time.process_time()
+            searched.search(own.embeddings[queries - part.start], K, queries)
+            times.append(time.process_time() - start)
+    cpu = here().summed({"cpu": statistics.median(times[1:])})["cpu"] / (here().world * QUERIES)
+    line = (
+        f"{rows:,} x {dim} on {here().world} processes: each holds {own.embeddings.nbytes / 1e6:,.1f} MB of rows (its memory grew by "
+        f"{held / 1e6:,.1f} MB); {1e3 * cpu:.3f} ms of CPU a query, of all together; each sends {sent.count / QUERIES:,.0f} bytes a query"
+    )
+    here().only_first(partial(print, line), lambda: None)
+
+
+def unit_rows(ids: Tensor, centers: Tensor) -> Tensor:
+    drawn = torch.randn(len(ids), centers.shape[1], generator=torch.Generator().manual_seed(int(ids[0])))
+    return F.normalize(centers[ids % len(centers)] + 0.05 * drawn)
+
+
+def resident() -> int:
+    """Bytes of this process's own memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Sent:
+    """Counts the bytes that this process sends to others in `exchanged`."""
+
+    def __enter__(self) -> None:
+        self.count, self.ranks = 0, here()
+        self.exchanged = self.ranks.exchanged
+
+        def counted(parts: Sequence[Tensor], counts: Sequence[int] | None = None) -> list[Tensor]:
+            self.count += sum(part.nbytes for rank, part in enumerate(parts) if rank != self.ranks.rank)
+            return self.exchanged(parts, counts)
+
+        self.ranks.exchanged = counted  # type: ignore[method-assign]
+
+    def __exit__(self, *error: object) -> None:
+        self.ranks.exchanged = self.exchanged  # type: ignore[method-assign]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--dropout", action="store_true", help="what dropout by rows costs")
+    parser.add_argument("--bank", metavar="ROWSxDIM", help="a bank in parts")
     asked = parser.parse_args()
     with together(60):
-        (dropout if asked.dropout else steps)(asked.rounds)
+        if asked.bank:
+            bank(asked.rounds, *map(int, asked.bank.split("x")))
+        else:
+            (dropout if asked.dropout else steps)(asked.rounds)
 
 
 if __name__ == "__main__":

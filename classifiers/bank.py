@@ -27,6 +27,7 @@ from classifiers.index import (
     Neighbors,
     blocks,
     checked_rows,
+    excluded,
     gathered,
     integers,
     kept,
@@ -219,16 +220,15 @@ class Bank:
     def _found(self, queries: Any, k: int, exclude: Any) -> tuple[Tensor, Tensor]:
         """Slots (B, K), MISSING where there is none, and distances (B, K)."""
         rows, squared = checked_rows(queries, self.dim, "queries")
-        if not 1 <= k <= self._size:
-            raise BadOption("k", f"must be from 1 to the number of rows in the bank ({self._size})", k)
-        banned = torch.full((len(rows), 1), MISSING) if exclude is None else torch.as_tensor(exclude).detach().cpu()
-        banned = banned[:, None] if banned.ndim == 1 else banned  # (B, M)
-        if banned.ndim != 2 or len(banned) != len(rows) or banned.is_floating_point() or banned.dtype == torch.bool:
-            raise BadOption("exclude", f"must be ids, ({len(rows)},) or ({len(rows)}, M)", tuple(banned.shape))
-        banned = self._firsts(banned)
+        self._check_k(k)
+        banned = self._firsts(excluded(exclude, len(rows)))  # (B, M)
         self._prepare()
         search = self._approximate if self._proposer is not None else self._exact
         return search(rows, squared, k, banned)
+
+    def _check_k(self, k: int) -> None:
+        if not 1 <= k <= self._size:
+            raise BadOption("k", f"must be from 1 to the number of rows in the bank ({self._size})", k)
 
     def _firsts(self, ids: Tensor) -> Tensor:
         """For each id the lowest one of a row that is the same; ids that were assigned later have no copies."""
@@ -325,6 +325,34 @@ class Bank:
             last[at] = exact[:, k - 1]
         return slots, distance, last
 
+    # ------------------------------------------------ what a bank in parts does otherwise (sharded_bank.py)
+
+    in_parts = False
+
+    @property
+    def own(self) -> Bank:
+        """What this process can search by itself."""
+        return self
+
+    def class_sums(self, num_classes: int) -> Tensor:
+        """Sums of the embeddings of each class (C, D)."""
+        return torch.zeros(num_classes, self.dim).index_add_(0, self.labels, self.embeddings)
+
+    def every(self, step: int) -> tuple[Tensor, Tensor]:
+        """Embeddings and labels of the first row, and of each that comes `step` later."""
+        return self.embeddings[::step], self.labels[::step]
+
+    def turns(self, count: int, size: int) -> list[slice]:
+        """Of queries that every process has, blocks that this one looks up; `of_all` puts together what all have found."""
+        return [slice(start, min(count, start + size)) for start in range(0, max(1, count), size)]
+
+    def of_all(self, parts: list[Tensor]) -> Tensor:
+        return torch.cat(parts)
+
+    def holding(self, index: Tensor) -> Bank:
+        """A bank from which this process can take rows that were found, by itself."""
+        return self
+
     # ------------------------------------------------ to disk and back
 
     @torch.inference_mode(False)
@@ -334,9 +362,11 @@ class Bank:
         Every row of it is looked at, whatever the kind.
         """
         with self._lock:
-            slots = torch.randperm(self._size)[:count]
-            part = Bank(self.dim, kind="ip" if self.kind == "ip" else "flat", copies=self.copies)
-            part._write(torch.arange(len(slots)), self._rows[slots], self._labels[slots], self._ids[slots], torch.arange(len(slots)))
+            return self._some(torch.randperm(self._size)[:count], "ip" if self.kind == "ip" else "flat")
+
+    def _some(self, slots: Tensor, kind: str) -> Bank:
+        part = Bank(self.dim, kind=kind, recall=self.recall, copies=self.copies)
+        part._write(torch.arange(len(slots)), self._rows[slots], self._labels[slots], self._ids[slots], torch.arange(len(slots)))
         return part
 
     @torch.inference_mode(False)
@@ -347,6 +377,11 @@ class Bank:
             rows |= {} if self.copies is None else {"copies": self.copies}
             rows = {name: part.clone() for name, part in rows.items()}
             return rows, {name: getattr(self, name) for name in PACKED} | {"shapes": {k: list(v.shape) for k, v in rows.items()}}
+
+    def in_pieces(self) -> tuple[Mapping[str, Mapping[str, Tensor]], dict[str, Any]]:
+        """The same in groups "bank-00000", ...: made when they are asked for, if rows have to be fetched for that."""
+        rows, facts = self.pack()
+        return {"bank-00000": rows}, facts
 
     @classmethod
     def unpack(cls, rows: Mapping[str, Tensor], packed: Mapping[str, Any]) -> Bank:

@@ -13,7 +13,7 @@ class ClassMeans:
 
     def __init__(self, bank: Bank, num_classes: int) -> None:
         self.bank = bank
-        self.sums = torch.zeros(num_classes, bank.dim).index_add_(0, bank.labels, bank.embeddings)
+        self.sums = bank.class_sums(num_classes)
 
     @torch.no_grad()
     def cosine(self, embedding: Tensor, exclude: Tensor | None = None) -> Tensor:

@@ -69,7 +69,7 @@ class Classifier(nn.Module):
         parts = []
         for batch in rows.epoch():
             features = self.features(batch)
-            parts.append(features if answer is None else answer(features))
+            parts.append((features if answer is None else answer(features))[: len(batch)])
         return without_nan(here().gathered(parts))
 
     @torch.no_grad()
@@ -91,9 +91,14 @@ class Classifier(nn.Module):
 
 
 def without_nan(outputs: Tensor) -> Tensor:
-    if lost := int(outputs.isnan().any(1).sum()):  # metrics of these would look like numbers
-        raise Diverged(f"the model gives NaN for {lost} of {len(outputs)} rows", 1)
+    require_no_nan(int(outputs.isnan().any(1).sum()), len(outputs))
     return outputs
+
+
+def require_no_nan(lost: int, rows: int) -> None:
+    """NOTE: metrics of these would look like numbers."""
+    if lost:
+        raise Diverged(f"the model gives NaN for {lost} of {rows} rows", 1)
 
 
 def amp_dtype(device: torch.device) -> torch.dtype:

@@ -28,6 +28,7 @@ class Head(nn.Module):
     learned = False  # whether it has an attention over neighbors that training teaches
     bank: Bank | None = None
     bank_options: Mapping[str, Any] = {}
+    shard_bank = False  # whether of several processes each keeps a part of it
 
     def loss(self, features: Tensor, target: Tensor, index: Tensor) -> dict[str, Tensor]:
         raise NotImplementedError

@@ -38,16 +38,29 @@ class Neighbors:
 
 def checked_rows(values: Any, dim: int, what: str) -> tuple[Tensor, Tensor]:
     """Rows of `dim` finite numbers as float32 on the CPU (not copied if they are), and their squared lengths."""
-    rows = torch.as_tensor(values).detach()
-    if rows.ndim != 2 or rows.shape[1] != dim:
-        raise BadOption(what, f"must have the bank's dimension, (rows, {dim})", tuple(rows.shape))
-    rows = rows.to("cpu", torch.float32).contiguous()
+    rows = rows_of(values, dim, what)
     squared = squared_lengths(rows)
     if not (squared < 1e37).all():  # NaN is not
         row = int((~(squared < 1e37)).nonzero()[0, 0])
         rule = "must be shorter than 1e18" if rows[row].isfinite().all() else "must hold neither NaN nor Inf"
         raise BadOption(what, f"{rule}; row {row} does not comply")
     return rows, squared
+
+
+def rows_of(values: Any, dim: int, what: str) -> Tensor:
+    rows = torch.as_tensor(values).detach()
+    if rows.ndim != 2 or rows.shape[1] != dim:
+        raise BadOption(what, f"must have the bank's dimension, (rows, {dim})", tuple(rows.shape))
+    return rows.to("cpu", torch.float32).contiguous()
+
+
+def excluded(ids: Any, count: int) -> Tensor:
+    """Ids (B, M) that each of `count` queries must not find; MISSING is none."""
+    banned = torch.full((count, 1), MISSING) if ids is None else torch.as_tensor(ids).detach().cpu()
+    banned = banned[:, None] if banned.ndim == 1 else banned
+    if banned.ndim != 2 or len(banned) != count or banned.is_floating_point() or banned.dtype == torch.bool:
+        raise BadOption("exclude", f"must be ids, ({count},) or ({count}, M)", tuple(banned.shape))
+    return banned
 
 
 def squared_lengths(rows: Tensor) -> Tensor:
@@ -110,7 +123,7 @@ def rank(queries: Tensor, rows: Tensor, slots: Tensor, ids: Tensor, allowed: Ten
     """
     if inner:
         step = BLOCK // (slots.shape[1] * rows.shape[1])
-        parts = [_order(-_products(queries[at], rows, slots[at]), ids[at], allowed[at]) for at in blocks(len(slots), step)]
+        parts = [ordered(-_products(queries[at], rows, slots[at]), ids[at], allowed[at]) for at in blocks(len(slots), step)]
         return torch.cat([order for order, _ in parts]), torch.cat([distance for _, distance in parts])
     single = _squared(queries, rows, slots).masked_fill_(~allowed, math.inf)
     distance, order = single.sort(1)
@@ -127,7 +140,7 @@ def rank(queries: Tensor, rows: Tensor, slots: Tensor, ids: Tensor, allowed: Ten
             query = some[row[at]]
             difference = queries[query].double() - rows[slots[query, column[at]]]
             exact[row[at], column[at]] = difference.square_().sum(1)
-        order[some] = _order(exact, ids[some], allowed[some])[0]
+        order[some] = ordered(exact, ids[some], allowed[some])[0]
         # The distances stay those of float32, so that they do not depend on k; never falling, in spite of its rounding.
         distance[some] = single[some].gather(1, order[some]).cummax(1).values
     return order, distance
@@ -145,7 +158,8 @@ def _squared(queries: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
     return out
 
 
-def _order(distance: Tensor, ids: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
+def ordered(distance: Tensor, ids: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
+    """The order (B, M) of candidates by distance, then id, and the distances in it; infinite where not `allowed`."""
     distance = distance.masked_fill(~allowed, math.inf)
     by_id = ids.argsort(1)
     distance, then = distance.gather(1, by_id).sort(dim=1, stable=True)  # stable: equal distances stay in the order of ids

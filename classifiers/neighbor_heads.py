@@ -53,6 +53,7 @@ class NeighborHead(Head):
         recall: float = RECALL,
         bank_cap: int | None = None,
         bank_evict: str = EVICTIONS[0],
+        shard_bank: bool = False,
         neighbor_sample: float = 1.0,
         contrastive_weight: float = 0.5,
         contrastive_form: str = "temperature",
@@ -72,6 +73,7 @@ class NeighborHead(Head):
         self.ensemble = whole_numbers("k_ensemble", k_ensemble)
         self.adaptive_k, self.prior_kind = adaptive_k, one_of("prior", prior, ("learned", "constant"))
         self.bank_options = {"kind": index, "recall": recall, "cap": bank_cap, "evict": bank_evict}
+        self.shard_bank = shard_bank
         self.neighbor_sample, self.label_smoothing = neighbor_sample, label_smoothing
         self.contrastive_weight, self.contrastive_form = contrastive_weight, contrastive_form
         self.contrastive = {"hard_negatives": hard_negatives}
@@ -144,13 +146,13 @@ class NeighborHead(Head):
         return self._retrieved(embedding[:, :0], embedding, self.k, ids)
 
     def _retrieved(self, features: Tensor, embedding: Tensor, k: int, exclude: Tensor | None = None) -> Retrieved:
-        near = [
-            self.search(rows, k, None if exclude is None else exclude[at * BLOCK :][:BLOCK])
-            for at, rows in enumerate(embedding.split(BLOCK))
-        ]
-        distance, index = (torch.cat([getattr(n, part) for n in near]) for part in ("distance", "index"))
-        assert self.means is not None
-        return Retrieved(features, embedding, distance, index, self.means.cosine(embedding, exclude), self.bank)
+        bank, means = self.bank, self.means
+        assert bank is not None
+        assert means is not None
+        turns = bank.turns(len(embedding), BLOCK)
+        near = [self.search(embedding[rows], k, None if exclude is None else exclude[rows]) for rows in turns]
+        distance, index = (bank.of_all([getattr(n, part) for n in near]) for part in ("distance", "index"))
+        return Retrieved(features, embedding, distance, index, means.cosine(embedding, exclude), bank.holding(index))
 
     def block(self, features: Tensor, embedding: Tensor, near: Neighbors, exclude: Tensor | None = None) -> Block:
         assert self.means is not None
@@ -163,10 +165,10 @@ class NeighborHead(Head):
 
     def forward(self, features: Tensor) -> Tensor:
         embedding = self.embed(features)
-        if not embedding.isfinite().all():
-            return embedding.new_full((len(features), self.num_classes), math.nan)
+        finite = embedding.isfinite().all(1, keepdim=True)
+        embedding = embedding.where(finite, 0)  # of several processes, all look up: none may stay away
         log_probs: Tensor = self.predictor(self.block(features, embedding, self.search(embedding, self.k)))
-        return log_probs
+        return log_probs.where(finite, math.nan)
 
     def loss(self, features: Tensor, target: Tensor, index: Tensor) -> dict[str, Tensor]:
         embedding = self.embed(features)

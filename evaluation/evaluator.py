@@ -37,10 +37,11 @@ class Elsewhere:
 
 
 class Looked(NamedTuple):
-    """Test rows with their neighbors, in each view, and the rows of another data set."""
+    """Test rows with their neighbors, in each view, the rows of another data set, and training rows without themselves."""
 
     views: list[Retrieved]
     foreign: Retrieved | None
+    left_out: tuple[Retrieved, Tensor] | None
 
 
 @dataclass
@@ -109,7 +110,8 @@ class Evaluator:
             retriever = self.retriever
             k = max([*self.ks, retriever.k]) if retriever else None  # all k from one search
             views = [self.retrieve(self.sets.test.seen_as(view), k) for view in range(self.options.tta)]
-            self._looked = Looked(views, self.retrieve(self.foreign) if retriever and self.foreign else None)
+            foreign = self.retrieve(self.foreign) if retriever and self.foreign else None
+            self._looked = Looked(views, foreign, leave_one_out(retriever) if retriever else None)
             if self.sets.val is not None:
                 self.validation()
         return self._looked
@@ -190,10 +192,11 @@ class Evaluator:
 
     def elsewhere(self) -> Elsewhere:
         """Which rows that are not test rows each vote, as trained, has right; computed once."""
-        if self.retriever is None:
+        left_out = self.look().left_out
+        if left_out is None:
             return Elsewhere({}, {})
         if self._elsewhere is None:
-            retrieved, labels = leave_one_out(self.retriever)
+            retrieved, labels = left_out
             self._elsewhere = found = Elsewhere({}, {}, len(labels))
             for name in self.predictors.names:
                 predictor = self.predictors.of(name, calibrated=False)

@@ -70,9 +70,9 @@ class AnyBatches(ABC):
         order = self.order(epoch)
         if self.train:
             return [Part.of(order[a:b]) for a, b in self.bounds()[start:]]
-        own = order[here().part(len(order))]
-        starts = range(start * self.batch_size, len(own), self.batch_size)
-        return [Part(own[i : i + self.batch_size], len(own[i : i + self.batch_size])) for i in starts]
+        own, most = order[here().part(len(order))], -(-len(order) // here().world)  # each reads as many batches as who has most rows
+        found = [own[i : i + self.batch_size] for i in range(start * self.batch_size, most, self.batch_size)]
+        return [Part(rows if len(rows) else order[:1], len(rows), len(rows) > 0) for rows in found]
 
     @abstractmethod
     def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:

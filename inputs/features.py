@@ -92,7 +92,7 @@ class Features:
     @torch.no_grad()
     def _computed(self, images: Batches, plain: Tensor | None, epoch: int) -> Tensor:
         if plain is None:
-            return here().gathered([self.embed(batch) for batch in images.epoch()])
+            return here().gathered([self.embed(batch)[: len(batch)] for batch in images.epoch()])
         found = plain.clone()
         for numbers, rows in here().blocks([(batch.index[: len(batch)], self.embed(batch)[: len(batch)]) for batch in images.epoch(epoch)]):
             found[numbers] = rows

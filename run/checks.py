@@ -55,6 +55,21 @@ def check_processes(config: Config, device: torch.device) -> None:
         raise BadOption("device", f"must be cpu or cuda: {world} processes can't share an Apple GPU", "mps")
 
 
+def check_shards(config: Config, data: Data) -> None:
+    """What a bank in parts can't do."""
+    world, options = here().world, config.head
+    if world == 1 or not options.shard_bank or not HEADS[options.head].wants_bank:
+        return
+    if options.bank_cap:
+        raise BadOption("bank_cap", "needs all rows in each process, to tell which leave; without --shard_bank it works", options.bank_cap)
+    if config.evaluation.continual:
+        raise BadOption("continual", "needs all rows in one process, which others join; without --shard_bank it works", True)
+    asked = [k for name in ("k_eval", "k_ensemble") for k in whole_numbers(name, getattr(config.evaluation, name))]
+    least, k = len(data.train) // world, max(options.k_train, *asked, 1)
+    if least < k:
+        raise BadOption("shard_bank", f"leaves a process {least} of {len(data.train)} rows, fewer than the {k} neighbors of a query", True)
+
+
 def warn_of_copies(config: Config, data: Data) -> None:
     """Rows that are exactly the same as others, within and between splits."""
     counts, keep = data.summary["duplicates"], config.data.keep_duplicates
@@ -135,6 +150,7 @@ def rounded_away(config: Config, data: Data) -> str:
 def check_evaluation(config: Config, data: Data, typed: frozenset[str]) -> None:
     """What the evaluation at the end could not do. `typed`: options of this command, not a checkpoint's."""
     options = config.evaluation
+    check_shards(config, data)
     if options.tta > 1 and data.kind == "table":
         raise BadOption("tta", "needs images: the rows of a table have no views", options.tta)
     if options.calibrate != "none" and data.val is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,7 @@ from run.prepare import calibration_mode, groups_of, prepare
 from run.provenance import git_state, versions
 from run.saved import run_of
 from train_eval import train
+from training import checkpoint
 from training.bank import collapse, spread_of
 from training.checkpoint import Checkpoints
 from training.progress import Log, Results, Silent, Tracker, tell_results, tracked
@@ -105,20 +107,27 @@ def _finish(
         say(f"patience: no better validation accuracy in {place.stale} epochs, stopped after epoch {place.epoch}")
     if config.training.head_epochs:
         with doing("the epochs of the head alone; training is done and saved"):
-            finish_head(config, data, model, parts.device, checkpoints, place)
+            finish_head(config, data, model, parts.device, checkpoints, place, sets.train.plain())
     with doing("the final evaluation; training is done and saved"):
-        tensors, facts = load_best(model, checkpoints)
-        if model.head.bank is not None and (line := collapse(spread_of(model.head.bank))):
+        tensors, facts = load_best(model, checkpoints, sets.train.plain())
+        if (bank := model.head.bank) is not None and (line := collapse(spread_of(bank))):
             warn(line)
+        pieces: Any  # read one after the other
+        pieces, bank_facts = checkpoint.pieces_of(None if "bank" in tensors else bank)
         evaluator = prepare(config, model, sets, mode=calibration_mode(config, data), foreign=parts.foreign)
         evaluator.look()
 
         def write() -> dict[str, Any]:
             groups, fitted = groups_of(evaluator)
-            store.save(checkpoints.best, {**tensors, **groups}, {**facts, **fitted}, directory)
+            store.save(checkpoints.best, ChainMap({**tensors, **groups}, pieces), {**facts, **bank_facts, **fitted}, directory)
             return _written(evaluator, parts, directory, tracker, place, facts.get(FACT))
 
-        return here().only_first(write, {})
+        def hand_over() -> dict[str, Any]:
+            for _ in pieces.values():  # each is made of the rows of all
+                pass
+            return {}
+
+        return here().only_first(write, hand_over)
 
 
 def _written(evaluator: Evaluator, parts: Parts, directory: RunDirectory, tracker: Tracker, place: Place, alone: Any) -> dict[str, Any]:
@@ -187,6 +196,16 @@ def _note(directory: RunDirectory, text: str) -> bool:
         return False
 
 
+def cost_by_itself(model: Classifier, x: torch.Tensor) -> dict[str, Any]:
+    """Of a bank in parts, this process searches its own: the others are gone, and how long they take to answer is no speed of a model."""
+    bank = model.head.bank
+    try:
+        model.head.bank = None if bank is None else bank.own
+        return cost_of(model, x)
+    finally:
+        model.head.bank = bank
+
+
 def measure(
     evaluator: Evaluator, parts: Parts, where: Path, *, epoch: int, seconds: float, val: dict[str, float] | None, alone: Any = None
 ) -> dict[str, Any]:
@@ -209,7 +228,7 @@ def measure(
         **({FACT: alone} if alone else {}),
         "epoch": epoch,
         "gflops": parts.gflops,
-        **cost_of(parts.model, x),
+        **cost_by_itself(parts.model, x),
         "seconds": seconds,
         "data": parts.data.summary,
         "warnings": list(dict.fromkeys([*parts.model.facts.get("warnings", []), *WARNINGS])),

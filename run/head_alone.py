@@ -11,10 +11,12 @@ import torch
 from classifiers.bank import Bank
 from classifiers.classifier import Classifier
 from config import Config
+from inputs.batches import AnyBatches
 from inputs.rows import Data
 from run.parts import features_at_rest
 from train_eval import better_epoch, train_head
 from training import checkpoint
+from training.bank import build_bank
 from training.checkpoint import Checkpoints
 from training.state import Place
 from utils import Diverged, say
@@ -22,21 +24,25 @@ from utils import Diverged, say
 FACT = "head_alone"  # in the best checkpoint and results.json: what it came to
 
 
-def load_best(model: Classifier, checkpoints: Checkpoints) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The weights of the best epoch, with their bank, into the model; what was read."""
+def load_best(model: Classifier, checkpoints: Checkpoints, rows: AnyBatches) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The weights of the best epoch, with their bank, into the model; what was read. A bank that was in parts is made of the `rows` again."""
     tensors, facts = checkpoint.load(checkpoints.best, "model", "bank")
     model.load_state_dict(tensors["model"])
     if "bank" in tensors:
         model.head.refresh(Bank.unpack(tensors["bank"], facts["bank"]))
+    else:
+        build_bank(model, rows)
     return tensors, facts
 
 
-def finish_head(config: Config, data: Data, model: Classifier, device: torch.device, checkpoints: Checkpoints, place: Place) -> None:
+def finish_head(
+    config: Config, data: Data, model: Classifier, device: torch.device, checkpoints: Checkpoints, place: Place, rows: AnyBatches
+) -> None:
     """Puts the better head into checkpoints/best, and its scores into the place. A run that was stopped here does it anew, to the same
     end; one that was stopped later has it done."""
-    _, facts = load_best(model, checkpoints)
+    _, facts = load_best(model, checkpoints, rows)
     if FACT not in facts:
-        facts = _learned(config, data, model, device, checkpoints, facts, place)
+        facts = _learned(config, data, model, device, checkpoints, facts, place, rows)
     place.best, place.seconds = facts["val"], place.seconds + facts[FACT]["seconds"]
 
 
@@ -48,6 +54,7 @@ def _learned(
     checkpoints: Checkpoints,
     facts: Mapping[str, Any],
     place: Place,
+    train_rows: AnyBatches,
 ) -> dict[str, Any]:
     begun, before, after = time.perf_counter(), place.best, None
     train_set, val_set = features_at_rest(config, data, model, device)
@@ -59,7 +66,7 @@ def _learned(
         say(f"head alone: {error}")
         kept = False
     if not kept:
-        load_best(model, checkpoints)
+        load_best(model, checkpoints, train_rows)
     found = {"epochs": config.training.head_epochs, "kept": kept, "before": before, "seconds": time.perf_counter() - begun}
     banks, bank_facts = checkpoint.pack_bank(model.head.bank)
     facts = {**facts, **bank_facts, "val": after if kept else before, FACT: found}

@@ -21,7 +21,7 @@ from run.parts import build_model, choose_device, load_data, loader
 from run.plugin import load_plugin_of
 from run.saved import check_same, own_checkpoint, require_facts, run_of, saved_config, tell_paths
 from training import checkpoint
-from training.bank import build_bank
+from training.bank import build_bank, sharded
 from utils import BadOption, doing, say, shortened, understood
 
 
@@ -60,7 +60,7 @@ def calibrated_predictor(
 def load(path: str, given: Mapping[str, Any]) -> Loaded:
     """The evaluated model of a run, a checkpoint folder or a file in it; `given` changes only what may change in a test."""
     source = own_checkpoint(path)
-    tensors, facts = checkpoint.load(source, "model", "ema", "bank", "baseline_bank", "predictors")
+    tensors, facts = checkpoint.load(source, "model", "ema", "baseline_bank", "predictors")
     require_facts(facts)
     load_plugin_of(facts, given.get("plugin"))  # its head may be the run's
     with understood("checkpoint", path):
@@ -84,16 +84,28 @@ def _loaded(source: Path, tensors: dict[str, dict[str, Tensor]], facts: dict[str
     except RuntimeError as error:  # a plugin that was edited since
         rule = f"does not fit the model that its configuration builds ({shortened(error, 120)})"
         raise BadOption("checkpoint", rule, path) from None
-    banks = {name: Bank.unpack(tensors[name], facts[name]) for name in ("bank", "baseline_bank") if name in tensors}
+    baseline_bank = Bank.unpack(tensors["baseline_bank"], facts["baseline_bank"]) if "baseline_bank" in tensors else None
     model.calibrated = calibrated_predictor(model, config, tensors.get("predictors"), facts)
-    loaded = Loaded(config, data, model, device, facts, banks.get("baseline_bank"), tensors.get("predictors"), run_of(source), typed)
-    # NOTE: where training stopped, the bank is the one that training voted with, of earlier weights.
-    stale = "training" in facts and loaded.has_run_rows
-    if "bank" in banks and not stale:
-        model.head.refresh(banks["bank"])
-    elif model.head.wants_bank:
-        say("bank: the training rows are embedded anew")
-        rows = loader(config.but(noise=facts["config"]["noise"]), data, "train", device)
-        assert rows is not None
-        build_bank(model, rows.plain())
+    loaded = Loaded(config, data, model, device, facts, baseline_bank, tensors.get("predictors"), run_of(source), typed)
+    if model.head.wants_bank:
+        give_bank(loaded, source)
     return loaded
+
+
+def give_bank(loaded: Loaded, source: Path) -> None:
+    """The bank that the checkpoint has. From the rows that it was made of it is made anew where each process keeps its part only, and where
+    training stopped: the one that is saved there is of earlier weights."""
+    config, facts, model = loaded.config, loaded.facts, loaded.model
+    tensors: Mapping[str, Any] = {}
+    if not (loaded.has_run_rows and ("training" in facts or sharded(model))):
+        tensors = checkpoint.load_whole(source, "bank")[0]
+    if "bank" in tensors:
+        model.head.refresh(Bank.unpack(tensors["bank"], facts["bank"]))
+        return
+    if not loaded.has_run_rows:
+        rule = "lacks the bank that its head votes with (a run with --shard_bank keeps it at its end), and these are not the rows it is of"
+        raise BadOption("checkpoint", rule, str(source))
+    say("bank: the training rows are embedded anew")
+    rows = loader(config.but(noise=facts["config"]["noise"]), loaded.data, "train", loaded.device)
+    assert rows is not None
+    build_bank(model, rows.plain())

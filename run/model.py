@@ -108,7 +108,7 @@ class Predictions:
 def load(path: str | Path, *, device: str = "auto", plugin: str | None = None) -> Model:
     """The trained model of a run, or of a checkpoint folder, as it was evaluated. `plugin`: the file that the run was made with."""
     source = own_checkpoint(path)
-    tensors, facts = checkpoint.load(source, "model", "ema", "bank", "baseline_bank", "predictors")
+    tensors, facts = checkpoint.load_whole(source, "model", "ema", "bank", "baseline_bank", "predictors")
     require_facts(facts)
     load_plugin_of(facts, plugin)
     with understood("checkpoint", str(path)):
@@ -130,7 +130,9 @@ def _loaded(source: Path, tensors: dict[str, dict[str, Tensor]], facts: dict[str
         model.calibrated = calibrated_predictor(model, config, tensors.get("predictors"), facts)
         if model.head.wants_bank:
             if "bank" not in tensors:
-                raise BadOption("checkpoint", "lacks the bank that its head votes with", str(source))
+                raise BadOption(
+                    "checkpoint", "lacks the bank that its head votes with (a run with --shard_bank keeps it at its end)", str(source)
+                )
             model.head.refresh(Bank.unpack(tensors["bank"], facts["bank"]))
         retriever, vote = beside(model, config, tensors, facts, place)
     if model.calibrated is None and config.evaluation.calibrate != "none":

@@ -181,7 +181,7 @@ def dry_run(model: Classifier, data: Data, config: Config, device: torch.device)
         return gflops
     with torch.no_grad():
         dim = model.head.embed(model.backbone(x)).shape[1]
-    check_kind(config.head.index, dim, rows_in_bank(config, data))
+    check_kind(config.head.index, dim, rows_in_bank(config, data) // (here().world if config.head.shard_bank else 1))
     asked = [k for name in ("k_eval", "k_ensemble") for k in whole_numbers(name, getattr(config.evaluation, name))]
     rows = max(data.num_classes, 1 + max(config.head.k_train, *asked, 1))
     model.head.refresh(random_bank(dim, rows, data.num_classes))

@@ -261,4 +261,4 @@ def test(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
             print(tables.table(results, where / RESULTS))
             return results
 
-        return here().only_first(write, {})
+        return here().only_first(write, dict)

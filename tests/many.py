@@ -18,6 +18,7 @@ from inputs.rows import Batch, Data
 from ranks import here, together
 from run.complete import complete
 from run.parts import Kept, build_model, load_data, loader, loaders
+from tests import sharded
 from train_eval import train
 from training.checkpoint import Checkpoints
 from training.progress import Log, Silent, Tracker
@@ -43,6 +44,10 @@ CASES: dict[str, dict[str, Any]] = {
     "dropout in windows": dict(dropout=0.2, attention_dropout=0.2, layer="LocalAttention(window=4),SparseAttention"),
     "random candidates": dict(layer="SampledKnnAttention(K=3),ConvNNAttention(K=3, sampling_type='random', num_samples=8)", dropout=0.2),
     "sampled bank": dict(head="attn-knn", **NEAR, neighbor_sample=0.5, values="tabr", dropout=0.2, dropout_ramp=True),
+    "bank in parts": dict(head="attn-knn", **NEAR, batch_size=32, shard_bank=True),
+    "sampled bank in parts": dict(
+        head="linear+attn-knn", **NEAR, mixup_alpha=0.4, neighbor_sample=0.5, memory_update_freq=0.5, shard_bank=True
+    ),
     "timm": dict(model="timm/vit_tiny_patch16_224", resize=16, num_epochs=1, dropout=0.2, attention_dropout=0.2, token_dropout=0.5),
     "resnet": dict(model="timm/resnet10t", resize=8, num_epochs=1, accumulate=2, batch_size=32),
     "frozen": dict(head="attn-knn", **NEAR, freeze_backbone=True, augment=True, views=2),
@@ -83,7 +88,7 @@ def trained(given: dict[str, Any], folder: Path, until: int = 0, resume: bool = 
     model.double()
     folder.mkdir(parents=True, exist_ok=True)
     kinds: dict[bool, type[Log]] = {True: Log, False: Silent}
-    kind = kinds[here().only_first(lambda: True, False)]
+    kind = kinds[here().only_first(lambda: True, bool)]
     log = kind(folder, Tracker(folder, {}), epochs=config.training.num_epochs, batches=len(train_set))
     checkpoints = Checkpoints(folder)
     until = until or config.training.num_epochs
@@ -95,20 +100,22 @@ def trained(given: dict[str, Any], folder: Path, until: int = 0, resume: bool = 
     return {"lines": lines, "weights": float(sum(p.detach().abs().sum() for p in model.parameters()))}
 
 
-GOES_ON = dict(head="attn-knn", **NEAR, dropout=0.2, mixup_alpha=0.4, ema_decay=0.9, accumulate=2, neighbor_sample=0.5)
+AGAIN = dict(head="attn-knn", **NEAR, dropout=0.2, mixup_alpha=0.4, ema_decay=0.9, accumulate=2, neighbor_sample=0.5)
+GOES_ON = {"goes on": AGAIN, "goes on in parts": {**AGAIN, "shard_bank": True, "memory_update_freq": 1.5}}  # with a bank of earlier weights
 
 
-def goes_on(folder: Path, until: int) -> dict[str, Any]:
+def goes_on(name: str, folder: Path, until: int) -> dict[str, Any]:
     """One training up to an epoch, from where others may have left it."""
-    given = {**SMALL, **PLAIN, **GOES_ON}
-    return trained(given, folder, until, resume=(folder / "checkpoints" / "last").exists())
+    given, place = {**SMALL, **PLAIN, **GOES_ON[name]}, folder / name
+    return trained(given, place, until, resume=(place / "checkpoints" / "last").exists())
 
 
 def main(folder: Path, until: int) -> dict[str, Any]:
     with together(60):
         found = {name: trained({**SMALL, **PLAIN, **given}, folder / name) for name, given in CASES.items()}
-        found["goes on"] = goes_on(folder / "goes on", until)
-        here().only_first(lambda: (folder / "found.json").write_text(json.dumps(found)), 0)
+        found |= {name: goes_on(name, folder, until) for name in GOES_ON}
+        found["bank"] = sharded.compared()
+        here().only_first(lambda: (folder / "found.json").write_text(json.dumps(found)), int)
         return found
 
 

@@ -50,22 +50,23 @@ class Trained(NamedTuple):
     one: dict[str, Any]
     two: dict[str, Any]
     three: dict[str, Any]
-    goes_on: dict[str, Any]
+    last: dict[str, Any]  # by one process again
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """All cases by one, two and three processes; one training goes from two to three and to one of them."""
+    """All cases by one, two and three processes; some trainings go from two to three and to one of them."""
     folders = [tmp_path_factory.mktemp(name) for name in ("one", "two", "three")]
     one = many.main(folders[0], 3)
     found = []
     for processes, folder in ((2, folders[1]), (3, folders[2])):
         if processes == 3:
-            shutil.copytree(folders[1] / "goes on", folder / "goes on")
+            for name in many.GOES_ON:
+                shutil.copytree(folders[1] / name, folder / name)
         ended = launched(processes, "-m", "tests.many", str(folder), str(processes - 1))
         assert ended.code == 0, ended.said[-3000:]
         found.append(json.loads((folder / "found.json").read_text()))
-    return Trained(one, found[0], found[1], many.goes_on(folders[2] / "goes on", 3))
+    return Trained(one, found[0], found[1], {name: many.goes_on(name, folders[2], 3) for name in many.GOES_ON})
 
 
 def numbers(value: Any, name: str = "") -> dict[str, float]:
@@ -93,9 +94,17 @@ def test_the_rate_fell_on_a_plateau(trained: Trained) -> None:
     assert rates[-1] == pytest.approx(0.1 * max(rates))
 
 
-def test_a_run_goes_from_two_processes_to_three_and_to_one(trained: Trained) -> None:
-    assert [len(part["goes on"]["lines"]) for part in (trained.two, trained.three, trained.one)] == [1, 2, 3]
-    assert numbers(trained.goes_on) == pytest.approx(numbers(trained.one["goes on"]), rel=1e-6, abs=1e-6)
+@pytest.mark.parametrize("name", many.GOES_ON)
+def test_a_run_goes_from_two_processes_to_three_and_to_one(trained: Trained, name: str) -> None:
+    assert [len(part[name]["lines"]) for part in (trained.two, trained.three, trained.one)] == [1, 2, 3]
+    assert numbers(trained.last[name]) == pytest.approx(numbers(trained.one[name]), rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("processes", ["one", "two", "three"])
+def test_a_bank_in_parts_finds_what_a_whole_one_finds_to_the_last_bit(trained: Trained, processes: str) -> None:
+    found = getattr(trained, processes)["bank"]
+    assert found["compared"] > 1000
+    assert found["different"] == 0, f"torchrun -m tests.sharded says where: {found}"
 
 
 # ---------------------------------------------------------------- who gets which rows
@@ -129,7 +138,7 @@ def test_who_knows_that_there_are_several() -> None:
     asks = {str(p.relative_to(ROOT)) for p in ours if re.search(r"\bhere\(\)", p.read_text())}
     assert asks == {
         *("inputs/batches.py", "inputs/features.py"),  # each its share of the rows
-        *("classifiers/classifier.py", "classifiers/embedder.py", "classifiers/neighbor_heads.py"),
+        *("classifiers/classifier.py", "classifiers/embedder.py", "classifiers/neighbor_heads.py", "classifiers/sharded_bank.py"),
         *("train_eval.py", "training/state.py", "training/bank.py"),  # the step, evaluation, the bank
         *("training/progress.py", "training/checkpoint.py"),  # when to stop, and who saves
         *("run/run.py", "run/finish.py", "run/shared.py", "run/checks.py", "run/parts.py"),  # who writes

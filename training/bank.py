@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from classifiers.bank import Bank
-from classifiers.classifier import Classifier, without_nan
+from classifiers.classifier import Classifier, require_no_nan, without_nan
 from classifiers.metrics import embedding_spread
+from classifiers.sharded_bank import ShardedBank
 from inputs.batches import BANK, AnyBatches
 from ranks import here
-from training.state import TrainingState
+from training.state import TrainingState, weights_of
 from utils import fold_in, say
 
 
@@ -27,8 +28,11 @@ def build_bank(model: Classifier, rows: AnyBatches) -> None:
 
     def blocks() -> Iterator[tuple[Tensor, Tensor]]:
         for batch in rows.epoch():
-            yield batch.index.cpu(), model.head.embed(model.features(batch)).float().cpu()
+            yield batch.index[: len(batch)].cpu(), model.head.embed(model.features(batch))[: len(batch)].float().cpu()
 
+    if sharded(model):
+        model.head.refresh(_bank_in_parts(model, rows, blocks()))
+        return
     stream = ((numbers, without_nan(rows)) for numbers, rows in here().blocks(blocks()))
     first = next(stream)
     bank = Bank(first[1].shape[1], **model.head.bank_options, copies=rows.split.copies)
@@ -36,6 +40,30 @@ def build_bank(model: Classifier, rows: AnyBatches) -> None:
     ids = torch.arange(count) if bank.cap is None else order_in_bank(count, rows.seed)
     bank.refresh(rows.target.cpu()[ids], ids, chain([first], stream))
     model.head.refresh(bank)
+
+
+def sharded(model: Classifier) -> bool:
+    """Whether each process keeps its part of the bank only."""
+    return model.head.wants_bank and model.head.shard_bank and here().world > 1
+
+
+def _bank_in_parts(model: Classifier, rows: AnyBatches, blocks: Iterator[tuple[Tensor, Tensor]]) -> ShardedBank:
+    """Of the rows that this process embeds."""
+    labels, lost = rows.target.cpu(), 0.0
+
+    def finite() -> Iterator[tuple[Tensor, Tensor]]:
+        nonlocal lost
+        for numbers, embeddings in blocks:
+            lost += int(embeddings.isnan().any(1).sum())
+            yield numbers, embeddings.nan_to_num()
+
+    first = next(blocks)  # also where there are fewer rows than processes: one that counts as none
+    own = Bank(first[1].shape[1], **model.head.bank_options, copies=rows.split.copies)
+    ids = torch.arange(len(labels))[here().part(len(labels))]
+    blocks = chain([first], blocks)
+    own.refresh(labels[ids], ids, finite())
+    require_no_nan(int(here().summed({"rows": lost})["rows"]), len(labels))  # said by all, or others would wait for who says it
+    return ShardedBank(own, labels)
 
 
 def order_in_bank(rows: int, seed: int) -> Tensor:
@@ -50,7 +78,7 @@ MOST_ROWS = 10_000  # that it is measured on
 def spread_of(bank: Bank) -> dict[str, float]:
     """Of at most so many embeddings of a bank."""
     step = 1 + len(bank) // MOST_ROWS
-    return embedding_spread(bank.embeddings[::step], bank.labels[::step])
+    return embedding_spread(*bank.every(step))
 
 
 def collapse(spread: dict[str, float]) -> str:
@@ -78,11 +106,24 @@ class BankRefresher:
 
     def for_training(self) -> None:
         state = self.state
-        if state.bank is None or state.place.updates % self.every == 0:
+        if state.place.updates % self.every == 0 or (state.bank is None and state.bank_weights is None):
             self.for_evaluation()
-            state.bank = state.averaged.head.bank
+            state.take_bank()
+        elif state.bank is None:
+            self._as_it_was()
         if state.bank is not None and state.model.head.bank is not state.bank:  # evaluation has put a newer one in its place
             state.model.head.refresh(state.bank)
+
+    def _as_it_was(self) -> None:
+        """The bank that training votes with, of a run that goes on and had it in parts: of the weights that it was made of."""
+        averaged, then = self.state.averaged, self.state.bank_weights
+        assert then is not None
+        now = weights_of(averaged)
+        averaged.load_state_dict(then)
+        build_bank(averaged, self.rows)
+        self.state.take_bank()
+        averaged.load_state_dict(now)
+        self.built_at = -1
 
     def for_evaluation(self) -> None:
         if self.built_at != self.state.place.updates:

@@ -45,6 +45,16 @@ def load(folder: Path, *groups: str) -> tuple[dict[str, dict[str, Tensor]], dict
     return older.with_new_names(*store.load(folder, *(name for group in groups for name in (group, *older.names_of(group)))))
 
 
+def load_whole(folder: Path, *groups: str) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """The same, with a bank whole that was kept in pieces."""
+    pieces = sorted(name for name in indexed.read_index(folder)["files"] if name.startswith("bank-")) if "bank" in groups else []
+    tensors, facts = load(folder, *groups, *pieces)
+    if pieces:
+        parts = [tensors.pop(name) for name in pieces]
+        tensors["bank"] = {name: torch.cat([part[name] for part in parts if name in part]) for name in parts[0]}
+    return tensors, facts
+
+
 # ---------------------------------------------------------------- the two of a run
 
 
@@ -142,11 +152,19 @@ class Checkpoints:
 
 
 def pack_bank(bank: Bank | None, name: str = "bank") -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """A bank as a group of tensors and a fact; nothing for a head without one."""
-    if bank is None:
+    """A bank as a group of tensors and a fact; nothing for a head without one, or for one in parts, which no process has whole."""
+    if bank is None or bank.in_parts:
         return {}, {}
     tensors, facts = bank.pack()
     return {name: tensors}, {name: facts}
+
+
+def pieces_of(bank: Bank | None) -> tuple[Mapping[str, Mapping[str, Tensor]], dict[str, Any]]:
+    """A bank as groups of some of its rows each, and a fact: what a run that has finished keeps of a bank that was in parts."""
+    if bank is None:
+        return {}, {}
+    pieces, facts = bank.in_pieces()
+    return pieces, {"bank": facts}
 
 
 def pack_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:

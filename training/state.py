@@ -66,6 +66,11 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """A copy."""
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
 class Loss(nn.Module):
     """A batch to its loss terms, as a module: what averages gradients sees only `forward`."""
 
@@ -90,6 +95,7 @@ class TrainingState:
         self.ema = copy.deepcopy(model).requires_grad_(False) if self.options.ema_decay else None
         self.average = Average(self.ema, model) if self.ema is not None else None
         self.bank: Bank | None = None  # that training votes with
+        self.bank_weights: dict[str, Tensor] | None = None  # that it was made of, if it is in parts: a checkpoint has these instead
         self.loss = here().wrapped(Loss(model))
         self.scaler = torch.amp.GradScaler(device.type, enabled=model.use_amp and amp_dtype(device) is torch.float16)
         if config.system.use_compiled:
@@ -99,6 +105,11 @@ class TrainingState:
     def averaged(self) -> Classifier:
         """The weights that are evaluated."""
         return self.ema or self.model
+
+    def take_bank(self) -> None:
+        """Training votes with the bank of the averaged weights, as they are now."""
+        self.bank = self.averaged.head.bank
+        self.bank_weights = weights_of(self.averaged) if self.bank is not None and self.bank.in_parts else None
 
     def require_finite(self, loss: float) -> None:
         """NOTE: one step on a NaN gradient poisons AdamW's averages for good. With loss scaling an infinite norm is the scaler's
@@ -127,6 +138,8 @@ class TrainingState:
         if self.ema is not None:
             groups["ema"] = self.ema.state_dict()
         banks, bank_facts = checkpoint.pack_bank(self.bank)
+        if self.bank_weights is not None:
+            groups["bank_weights"] = self.bank_weights
         training = {
             "place": dataclasses.asdict(self.place),
             "optimizer": optimizer,
@@ -159,4 +172,5 @@ class TrainingState:
         self.schedule.load_state_dict(training["schedule"])
         self.scaler.load_state_dict(training["scaler"])
         vars(self.place).update(vars(place))
-        self.bank = Bank.unpack(tensors["bank"], facts["bank"]) if "bank" in tensors else None
+        self.bank_weights = tensors.get("bank_weights")
+        self.bank = Bank.unpack(tensors["bank"], facts["bank"]) if "bank" in tensors else None  # whole, until it is built again

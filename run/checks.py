@@ -55,10 +55,14 @@ def check_processes(config: Config, device: torch.device) -> None:
         raise BadOption("device", f"must be cpu or cuda: {world} processes can't share an Apple GPU", "mps")
 
 
-def check_shards(config: Config, data: Data) -> None:
+def check_shards(config: Config, data: Data, typed: frozenset[str]) -> None:
     """What a bank in parts can't do."""
     world, options = here().world, config.head
-    if world == 1 or not options.shard_bank or not HEADS[options.head].wants_bank:
+    if not options.shard_bank or not HEADS[options.head].wants_bank:
+        return
+    if world == 1:
+        if "shard_bank" in typed:
+            say("shard_bank: one process, which holds all rows (torchrun starts several)")
         return
     if options.bank_cap:
         raise BadOption("bank_cap", "needs all rows in each process, to tell which leave; without --shard_bank it works", options.bank_cap)
@@ -150,7 +154,7 @@ def rounded_away(config: Config, data: Data) -> str:
 def check_evaluation(config: Config, data: Data, typed: frozenset[str]) -> None:
     """What the evaluation at the end could not do. `typed`: options of this command, not a checkpoint's."""
     options = config.evaluation
-    check_shards(config, data)
+    check_shards(config, data, typed)
     if options.tta > 1 and data.kind == "table":
         raise BadOption("tta", "needs images: the rows of a table have no views", options.tta)
     if options.calibrate != "none" and data.val is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -16,11 +17,18 @@ import numpy as np
 import pytest
 import torch
 
+import ranks
+from config import Action
 from layers.dropout import drop_by_rows
 from models import ModelSpec, build
 from ranks import Alone, here
+from run import load
+from run.checks import check_shards
+from run.complete import complete
 from run.parts import draws_itself
+from run.run import run as run_it
 from tests import many
+from utils import BadOption
 
 pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parent.parent
@@ -107,12 +115,48 @@ def test_a_bank_in_parts_finds_what_a_whole_one_finds_to_the_last_bit(trained: T
     assert found["different"] == 0, f"torchrun -m tests.sharded says where: {found}"
 
 
+PARTS = ["--shard_bank", "--head", "attn-knn", "--k_train", "5", "--embed_dim", "8"]
+
+
+def test_a_run_with_its_bank_in_parts_is_whole_at_its_end(tmp_path: Path) -> None:
+    run, rows = tmp_path / "run", 130
+    ended = launched(2, "main.py", *TINY_FLAGS, *PARTS, "--num_epochs", "1", "--output_dir", str(run))
+    assert ended.code == 0, ended.said[-3000:]
+    bank = load(run).classifier.head.bank
+    assert bank is not None
+    assert bank.ids.tolist() == list(range(rows))
+    assert not list((run / "checkpoints" / "last").glob("bank-*"))
+    again = run_it({"output_dir": str(tmp_path / "again")}, Action(test_only=True, checkpoint=str(run)))  # one process
+    first = json.loads((run / "results.json").read_text())
+    for name in ("test", "test_calibrated"):
+        assert again[name] == pytest.approx(first[name], rel=1e-4, abs=1e-6)
+    one, two = (found["predictors"]["scores"] for found in (again, first))
+    assert numbers(one) == pytest.approx(numbers(two), rel=1e-4, abs=1e-6)
+
+
 # ---------------------------------------------------------------- who gets which rows
 
 
 class Many(Alone):
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world = rank, world
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"bank_cap": 50}, "bank_cap needs all rows in each process, to tell which leave; without --shard_bank it works, got 50"),
+        ({"continual": True}, "continual needs all rows in one process, which others join; without --shard_bank it works, got True"),
+        ({"k_train": 44}, "shard_bank leaves a process 43 of 130 rows, fewer than the 44 neighbors of a query, got True"),
+        ({}, ""),
+    ],
+)
+def test_what_a_bank_in_parts_can_not_do(given: dict[str, Any], line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = many.data_of(0.1)
+    config = complete({**many.SMALL, "head": "attn-knn", "shard_bank": True, **given}, data)
+    monkeypatch.setattr(ranks, "_here", [Many(1, 3)])
+    with pytest.raises(BadOption, match=re.escape(line)) if line else contextlib.nullcontext():
+        check_shards(config, data, frozenset())
 
 
 @pytest.mark.parametrize(("rows", "world"), [(7, 2), (8, 3), (2, 3), (1, 2), (23, 5)])
@@ -161,7 +205,8 @@ def test_a_model_that_draws_itself_is_found_out(name: str, dropout: float, itsel
 
 
 TINY = {"dataset": "digits", "subset": 0.1, "batch_size": 20, "num_layers": 1, "d_hidden": 8, "d_mlp": 8, "device": "cpu", "timeout": 10}
-RUN = ["main.py", "--plugin", "tests/lost.py", "--head", "lost", *(f"--{k}={v}" for k, v in TINY.items()), "--num_epochs"]
+TINY_FLAGS = [f"--{k}={v}" for k, v in TINY.items()]
+RUN = ["main.py", "--plugin", "tests/lost.py", "--head", "lost", *TINY_FLAGS, "--num_epochs"]
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
-"""What several processes cost: CPU time of a step, and the share of it that passes in collectives; what dropout by rows costs; and what a
-bank in parts takes of memory, messages and time.
+"""What several processes cost: CPU time of a step, and the share of it that passes in collectives; what dropout by rows costs; what a
+bank in parts takes of memory, messages and time; and whether processes end as well as they begin.
 
 OMP_NUM_THREADS=2 python -m benchmarks.ranks                                          one process, two threads
 OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.ranks                     two processes, a thread each
 OMP_NUM_THREADS=1 python -m benchmarks.ranks --dropout                                dropout by rows against torch's
 OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.ranks --bank 200000x128   a bank in parts (with one process, whole)
+OMP_NUM_THREADS=1 python -m benchmarks.ranks --starts 100                             two processes begin, train and end, again and again
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -104,6 +107,7 @@ def dropout(rounds: int) -> None:
         print(f"{title}: a step by rows takes {ratio} of one by torch's generator")
 
 
+ENDED = "two steps taken"
 K, QUERIES = 16, 256  # neighbors, and queries of each process
 
 
@@ -160,14 +164,38 @@ class Sent:
         self.ranks.exchanged = self.exchanged  # type: ignore[method-assign]
 
 
+def starts(count: int) -> None:
+    """Each time torchrun begins two processes, which take two steps and end. An abort at the end, after all was well, has a code, too."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "benchmarks.ranks", "--once"]
+    bad = 0
+    for number in range(1, count + 1):
+        ended = subprocess.run(command, capture_output=True, text=True)
+        if ended.returncode or ended.stdout.count(ENDED) != 2:
+            bad += 1
+            print(f"start {number}: code {ended.returncode}\n{ended.stdout[-2000:]}{ended.stderr[-4000:]}")
+        if number % 10 == 0 or number == count:
+            print(f"{number} starts of two processes: {number - bad} ended well, {bad} did not", flush=True)
+
+
+def once() -> None:
+    Training("digits", {}, 2).epoch()
+    print(ENDED, flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--dropout", action="store_true", help="what dropout by rows costs")
     parser.add_argument("--bank", metavar="ROWSxDIM", help="a bank in parts")
+    parser.add_argument("--starts", type=int, default=0, help="so many times two processes, from beginning to end")
+    parser.add_argument("--once", action="store_true", help="one process of such a start")
     asked = parser.parse_args()
+    if asked.starts:
+        return starts(asked.starts)
     with together(60):
-        if asked.bank:
+        if asked.once:
+            once()
+        elif asked.bank:
             bank(asked.rounds, *map(int, asked.bank.split("x")))
         else:
             (dropout if asked.dropout else steps)(asked.rounds)

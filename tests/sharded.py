@@ -136,10 +136,22 @@ def in_pieces(same: Compared) -> None:
     assert (len(kept["embedding"]) == 101) == here().only_first(lambda: True, bool)
 
 
+def approximate(same: Compared) -> None:
+    """An index over each part finds what `--recall` asks for; all that it finds has its exact distance."""
+    rows = F.normalize(drawn(1201, 7, 9))
+    parts, flat = both(rows, kind="ivf")[1], Bank(7, kind="flat")
+    flat.add(rows, torch.zeros(1201, dtype=torch.long))
+    queries = rows[here().rank :: 7]
+    near = parts.search(queries, 5)
+    share = (near.distance <= flat.search(queries, 5).distance[:, -1:]).double().mean()
+    same.equal(torch.tensor(True), share > 0.97, f"recall {share:.3f}")
+    torch.testing.assert_close((near.embedding - queries[:, None]).square().sum(2), near.distance, rtol=1e-5, atol=1e-6)
+
+
 def compared() -> dict[str, float]:
     """How much was compared, and how much differed, on all processes; what differed is printed."""
     same = Compared()
-    for compare in (searches, small_parts, others, in_pieces):
+    for compare in (searches, small_parts, others, in_pieces, approximate):
         compare(same)
     print(*same.different[:5], sep="\n")
     return here().summed({"compared": float(same.count), "different": float(len(same.different))})

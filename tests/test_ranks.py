@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -25,7 +26,7 @@ from ranks import Alone, here
 from run import load
 from run.checks import check_shards
 from run.complete import complete
-from run.parts import draws_itself
+from run.parts import draws_itself, loader
 from run.run import run as run_it
 from tests import many
 from utils import BadOption
@@ -167,6 +168,21 @@ def test_a_batch_is_shared_in_pairs_of_mirror_rows(rows: int, world: int) -> Non
         assert np.array_equal(part + part[::-1], np.full(len(part), rows - 1))  # its own mirror is that of the batch
     pairs = [-(-len(part) // 2) for part in parts]
     assert max(pairs) - min(pairs) <= 1
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_all_read_as_many_batches_in_evaluation(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them is a search in a bank that may be in parts; rows that stand in for none do not count."""
+    data = many.data_of(0.1)
+    rows = loader(complete({**many.SMALL, "batch_size": 4}, data), data, "val", many.CPU)
+    assert rows is not None
+    found = []
+    for rank in range(world):
+        monkeypatch.setattr(ranks, "_here", [Many(rank, world)])
+        found.append(list(rows.epoch()))
+    most = math.ceil(len(rows.target) / world)
+    assert {len(batches) for batches in found} == {math.ceil(most / 4)}
+    assert [row for batches in found for batch in batches for row in batch.index[: len(batch)].tolist()] == list(range(len(rows.target)))
 
 
 @pytest.mark.parametrize(("rows", "world"), [(7, 2), (8, 3), (2, 3), (0, 2)])

@@ -54,8 +54,8 @@ def _bank_in_parts(model: Classifier, rows: AnyBatches, blocks: Iterator[tuple[T
     def finite() -> Iterator[tuple[Tensor, Tensor]]:
         nonlocal lost
         for numbers, embeddings in blocks:
-            lost += int(embeddings.isnan().any(1).sum())
-            yield numbers, embeddings.nan_to_num()
+            lost += int((~embeddings.isfinite()).any(1).sum())
+            yield numbers, embeddings.nan_to_num(0, 0, 0)
 
     first = next(blocks)  # also where there are fewer rows than processes: one that counts as none
     own = Bank(first[1].shape[1], **model.head.bank_options, copies=rows.split.copies)

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from classifiers.bank import Bank
 from inputs.store import INDEX, load, save
-from training.checkpoint import find, pack_optimizer, unpack_optimizer
+from training.checkpoint import find, load_whole, pack_optimizer, pieces_of, unpack_optimizer
 from utils import BadOption
 
 # ---------------------------------------------------------------- what a user may name
@@ -28,6 +29,20 @@ def test_find(tmp_path):
         file.unlink()
     best.rmdir()
     assert find(run) == last  # stopped in its first epoch: there never was a best one
+
+
+def test_a_bank_in_pieces_is_read_whole(tmp_path):
+    bank = Bank(3, copies=[0, 1, 1, 3, 4])
+    bank.add(torch.arange(15.0).view(5, 3), [0, 1, 1, 0, 2], [4, 2, 0, 1, 3])
+    pieces, facts = pieces_of(bank)
+    ((name, rows),) = pieces.items()
+    first, second = ({key: part[at] for key, part in rows.items() if key != "copies"} for at in (slice(0, 2), slice(2, 5)))
+    save(tmp_path, {"model": {"w": torch.ones(2)}, name: {**first, "copies": rows["copies"]}, "bank-00001": second}, facts)
+    tensors, facts = load_whole(tmp_path, "bank")
+    again = Bank.unpack(tensors["bank"], facts["bank"])
+    for name in ("embeddings", "labels", "ids", "copies"):
+        assert torch.equal(getattr(again, name), getattr(bank, name))
+    assert list(load_whole(tmp_path, "model")[0]) == ["model"]
 
 
 def test_find_refuses_what_is_no_checkpoint(tmp_path):

@@ -39,13 +39,17 @@ from layers.dropout import Dropout, drawing
 from ranks import here, together
 from run.complete import complete
 from run.parts import build_model, loader
+from training.bank import BankRefresher
 from training.state import TrainingState
 
 CPU = torch.device("cpu")
 FAKE = "fake(train=256, test=10, size=32)"
 VIT: dict[str, Any] = dict(patch_size=4, resize=32, num_layers=6, num_heads=3, d_hidden=192, d_mlp=768, dropout=0.1, batch_size=64)
-SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+Settings = dict[str, tuple[str, dict[str, Any]]]
+SETTINGS: Settings = {
     "digits (0.13 M parameters, 32 rows a step)": ("digits", {}),
+    "digits, attn-knn": ("digits", {"head": "attn-knn"}),
+    "digits, attn-knn, bank in parts": ("digits", {"head": "attn-knn", "shard_bank": True}),
     "ViT of 6 blocks at 32 pixels (2.7 M parameters, 64 rows a step)": (FAKE, VIT),
 }
 
@@ -60,6 +64,7 @@ class Training:
         assert train_set is not None
         self.model = build_model(config, data, CPU)
         self.state = TrainingState(config, self.model, len(train_set), CPU)
+        BankRefresher(self.state, train_set.plain(), 1.0).for_training()
         self.batches: list[Batch] = list(train_set.epoch(0))[:most]
 
     def epoch(self) -> tuple[float, float]:
@@ -77,8 +82,8 @@ class Training:
         return sum(event.cpu_time_total for event in seen.key_averages() if event.key.startswith("gloo:")) / 1e6 / wall
 
 
-def steps(rounds: int) -> None:
-    for title, (name, given) in SETTINGS.items():
+def steps(rounds: int, settings: Settings) -> None:
+    for title, (name, given) in settings.items():
         training = Training(name, given, 12)
         training.epoch()
         found = [training.epoch() for _ in range(rounds)]
@@ -89,9 +94,9 @@ def steps(rounds: int) -> None:
         here().only_first(partial(print, line), lambda: None)
 
 
-def dropout(rounds: int) -> None:
+def dropout(rounds: int, settings: Settings) -> None:
     """The same training with all that drawing by rows takes, and with torch's dropout alone, in turn."""
-    for title, (name, given) in SETTINGS.items():
+    for title, (name, given) in settings.items():
         training = Training(name, given, 12)
         drops = [part for part in training.model.modules() if isinstance(part, nn.Dropout)]
         taken: dict[type, list[float]] = {Dropout: [], nn.Dropout: []}
@@ -185,6 +190,7 @@ def once() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", default="", help="settings with this word in their name")
     parser.add_argument("--dropout", action="store_true", help="what dropout by rows costs")
     parser.add_argument("--bank", metavar="ROWSxDIM", help="a bank in parts")
     parser.add_argument("--starts", type=int, default=0, help="so many times two processes, from beginning to end")
@@ -198,7 +204,8 @@ def main() -> None:
         elif asked.bank:
             bank(asked.rounds, *map(int, asked.bank.split("x")))
         else:
-            (dropout if asked.dropout else steps)(asked.rounds)
+            settings = {title: setting for title, setting in SETTINGS.items() if asked.only in title}
+            (dropout if asked.dropout else steps)(asked.rounds, settings)
 
 
 if __name__ == "__main__":

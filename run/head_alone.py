@@ -25,7 +25,7 @@ FACT = "head_alone"  # in the best checkpoint and results.json: what it came to
 
 
 def load_best(model: Classifier, checkpoints: Checkpoints, rows: AnyBatches) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The weights of the best epoch, with their bank, into the model; what was read. A bank that was in parts is made of the `rows` again."""
+    """The weights of the best epoch, with their bank, into the model; what was read. One that was in parts is made anew of the `rows`."""
     tensors, facts = checkpoint.load(checkpoints.best, "model", "bank")
     model.load_state_dict(tensors["model"])
     if "bank" in tensors:

@@ -17,16 +17,16 @@ from inputs.batches import AnyBatches
 from inputs.rows import Batch, Data
 from ranks import here, together
 from run.complete import complete
-from run.parts import Kept, build_model, load_data, loader, loaders
+from run.parts import Kept, build_model, features_at_rest, load_data, loader, loaders
 from tests import sharded
-from train_eval import train
+from train_eval import train, train_head
 from training.checkpoint import Checkpoints
 from training.progress import Log, Silent, Tracker
 from utils import Stopped
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = dict(dataset="digits", subset=0.1, batch_size=28, num_epochs=3, num_layers=2, d_hidden=16, num_heads=2, d_mlp=24)
-PLAIN: dict[str, Any] = dict(mixup_alpha=0.0, dropout=0.0, ema_decay=0.0, warmup_epochs=1, patch_size=2)
+PLAIN: dict[str, Any] = dict(head_epochs=0, mixup_alpha=0.0, dropout=0.0, ema_decay=0.0, warmup_epochs=1, patch_size=2)
 NEAR: dict[str, Any] = dict(k_train=5, embed_dim=8)
 CASES: dict[str, dict[str, Any]] = {
     "linear": dict(augment=True, noise=0.1),
@@ -50,6 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
     ),
     "timm": dict(model="timm/vit_tiny_patch16_224", resize=16, num_epochs=1, dropout=0.2, attention_dropout=0.2, token_dropout=0.5),
     "resnet": dict(model="timm/resnet10t", resize=8, num_epochs=1, accumulate=2, batch_size=32),
+    "head alone": dict(head="attn-knn", **NEAR, num_epochs=1, head_epochs=2),
     "frozen": dict(head="attn-knn", **NEAR, freeze_backbone=True, augment=True, views=2),
 }
 
@@ -96,8 +97,13 @@ def trained(given: dict[str, Any], folder: Path, until: int = 0, resume: bool = 
         train(config, model, Doubled(train_set), Doubled(val_set), log=log, checkpoints=checkpoints, until=until, resume=resume)
     except Stopped:
         assert until < config.training.num_epochs
+    alone = None
+    if config.training.head_epochs:
+        rest = features_at_rest(config, data, model.float(), CPU)  # in float32, so that rows which are copies stay so
+        assert rest[1] is not None
+        alone = train_head(config, model.double(), Doubled(rest[0]), Doubled(rest[1]))
     lines = [{k: v for k, v in line.items() if k not in ("seconds", "images_per_second")} for line in checkpoints.lines]
-    return {"lines": lines, "weights": float(sum(p.detach().abs().sum() for p in model.parameters()))}
+    return {"lines": lines, "alone": alone, "weights": float(sum(p.detach().abs().sum() for p in model.parameters()))}
 
 
 AGAIN = dict(head="attn-knn", **NEAR, dropout=0.2, mixup_alpha=0.4, ema_decay=0.9, accumulate=2, neighbor_sample=0.5)

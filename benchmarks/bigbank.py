@@ -22,6 +22,7 @@ from pathlib import Path
 if not __package__:  # run as a file
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -77,7 +78,7 @@ def repeated(rows: int, embeddings: Tensor, labels: Tensor) -> Iterator[tuple[Te
 
 def measured(bank: DiskBank) -> tuple[float, float, float]:
     """Recall of rows of the bank that it was not tuned on, and milliseconds of a query, through the lists and exactly."""
-    own = torch.arange(7, len(bank), max(1, len(bank) // QUERIES))[:QUERIES]
+    own = torch.from_numpy(np.random.default_rng(1).choice(len(bank), QUERIES, replace=False))
     queries = bank.embeddings[own]
     bank.search(queries[:64], K, own[:64])  # chooses how many lists are looked at
     start = time.process_time()

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -296,8 +297,9 @@ class Bank:
         return self._ranked(rows, found, k, banned)[:2]
 
     def _choose_effort(self, proposer: Proposer, k: int) -> None:
-        """By the share of the k nearest that is found of rows from all over the bank, themselves left out."""
-        slots = torch.arange(0, self._size, max(1, self._size // MEASURED))[:MEASURED]
+        """By the share of the k nearest that is found of random rows of the bank, themselves left out. NOTE: not each so many-th: of images
+        that come again after some thousands, these would be always the same few."""
+        slots = torch.from_numpy(np.random.default_rng(0).choice(self._size, min(MEASURED, self._size), replace=False))
         rows, own = self._rows[slots], self._firsts(self._ids[slots])[:, None]
         nearest = self._exact(rows, squared_lengths(rows), k, own)[1]  # (500, k)
         there = nearest < math.inf

@@ -302,3 +302,17 @@ def test_many_rows_are_not_worth_a_word(capfd):
     for kind in ("ivf", "ivfpq", "auto", "IVF4,Flat", "HNSW16", "Flat"):
         check_kind(kind, 16, 300)
     assert capfd.readouterr() == ("", "")
+
+
+def test_recall_is_measured_on_rows_of_all_kinds_where_they_come_in_turns(monkeypatch):
+    """10,000 rows of which each 20th is alike: at even distances, the rows that are looked at would be of one kind."""
+    kinds, looked_at = torch.eye(20), []
+    rows = kinds[torch.arange(10_000) % 20] + 0.01 * torch.randn(10_000, 20, generator=torch.Generator().manual_seed(0))
+    bank = Bank(20, kind="ivf")
+    bank.add(rows, torch.zeros(10_000, dtype=torch.long))
+    exact = bank._exact
+    monkeypatch.setattr(bank, "_exact", lambda rows, *rest: looked_at.append(rows) or exact(rows, *rest))
+    bank.search(rows[:3], 5)
+    (measured,) = looked_at
+    assert len(measured) == 500
+    assert len(measured.argmax(1).unique()) == 20

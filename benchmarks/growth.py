@@ -69,6 +69,11 @@ class Grown:
         return straight_line(self.series.points, self.medians)
 
     @property
+    def at_the_end(self) -> float:
+        """The exponent between the two largest points, where what stays weighs least."""
+        return power_law(self.series.points[-2:], self.medians[-2:]).exponent
+
+    @property
     def bytes_each(self) -> float | None:
         """Of memory, what one more of what grows takes; of the two largest points, for small ones take what is there anyway."""
         if self.peaks is None:
@@ -110,7 +115,7 @@ def measured(series: Series) -> Grown:
 
 
 def headings() -> list[str]:
-    return ["", "grows", "from", "to", "exponent", "fixed + each", "off by at most", "peak memory", "each"]
+    return ["", "grows", "from", "to", "exponent", "at the end", "fixed + each", "off by at most", "peak memory", "each"]
 
 
 def row_of(grown: Grown) -> list[str]:
@@ -119,8 +124,8 @@ def row_of(grown: Grown) -> list[str]:
     line = f"{short(straight.fixed)} + {short(straight.each)}"
     off = f"{power.off:.0%} / {straight.off:.0%}"
     memory = ["", ""] if grown.peaks is None else [in_bytes(grown.peaks[-1] * MEGABYTE), in_bytes(max(0.0, grown.bytes_each or 0.0))]
-    what = f"{series.name} ({series.group.setting}), a {series.unit}"
-    return [what, series.axis, first, last, f"{power.exponent:.2f} ± {power.error:.2f}", line, off, *memory]
+    exponents = [f"{power.exponent:.2f} ± {power.error:.2f}", f"{grown.at_the_end:.2f}"]
+    return [f"{series.name}, a {series.unit}", series.axis, first, last, *exponents, line, off, *memory]
 
 
 def short(seconds: float) -> str:
@@ -133,14 +138,15 @@ def short(seconds: float) -> str:
 def points_of(grown: Grown) -> str:
     series = grown.series
     each = (f"{point:,}: {short(spread.median)}" for point, spread in zip(series.points, grown.seconds, strict=True))
-    return f"- {series.name}, a {series.unit}, by {series.axis}: {'; '.join(each)}"
+    return f"- {series.name} ({series.group.setting}), a {series.unit}, by {series.axis}: {'; '.join(each)}"
 
 
 def page(found: Sequence[Grown], facts: dict[str, Any]) -> str:
     about = machine.sentence(facts).replace("\n", "  \n")
     how = (
-        "CPU time, medians of rounds in turn. Exponent with its standard error; the line fixed + each through the same points; by how much "
-        "the point that fits worst is off the first and the second. Memory: of a call at the last point, and what one more takes."
+        "CPU time, medians of rounds in turn. The exponent of cost = c x^exponent with its standard error, and that between the last two "
+        "points; the line cost = fixed + each x; by how much the worst point is off the first and the second. Memory: of a call at the "
+        "last point, and what one more takes."
     )
     points = "\n".join(points_of(grown) for grown in found)
     return f"{about}\n\n{how}\n\n{markdown(headings(), [row_of(grown) for grown in found])}\n\nAll points:\n\n{points}\n"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from classifiers.classifier import Classifier
-from classifiers.metrics import confusion_matrix, detailed_metrics, standard_metrics
+from classifiers.metrics import confusion_matrix, detailed_metrics, judged, standard_metrics
 from classifiers.neighbor_heads import NeighborHead
 from classifiers.retrieved import Retrieved
 from config import EvaluationOptions
@@ -224,4 +224,5 @@ def by_name(of_k: dict[int, dict[str, Tensor]], target: Tensor) -> dict[str, dic
 
 
 def scores(log_probs: Tensor, target: Tensor) -> dict[str, float]:
-    return standard_metrics(log_probs, target) | detailed_metrics(log_probs, target)
+    of = judged(log_probs, target)
+    return standard_metrics(log_probs, target, of) | detailed_metrics(log_probs, target, of)

@@ -90,6 +90,7 @@ def test_the_table_says_what_was_found() -> None:
     """By hand: log10 of the seconds has slope .9608, and the middle point lies .0210 below the line, 4.9 %."""
     text = page([by_hand((10, 100, 1000), [0.012, 0.102, 1.002], (1, 2, 92))], machine.about(Ask(threads=1, clock="cpu", device=CPU)))
     row = [cell.strip() for cell in next(line for line in text.splitlines() if line.startswith("| a sum")).split("|")[1:-1]]
-    assert row[:4] == ["a sum (as said), a row", "rows", "10: 12 ms", "1,000: 1.00 s"]
-    assert row[5:] == ["2 ms + 1 ms", "5% / 0%", "96.5 MB", "105 kB"]
-    assert "- a sum, a row, by rows: 10: 12 ms; 100: 102 ms; 1,000: 1.00 s" in text
+    assert row[:4] == ["a sum, a row", "rows", "10: 12 ms", "1,000: 1.00 s"]
+    assert row[4:6] == ["0.96 ± 0.02", "0.99"]  # log10(1.002 / 0.102) = .992; sqrt(6 / 4 x .0210^2 / 2) = .018
+    assert row[6:] == ["2 ms + 1 ms", "5% / 0%", "96.5 MB", "105 kB"]
+    assert "- a sum (as said), a row, by rows: 10: 12 ms; 100: 102 ms; 1,000: 1.00 s" in text

@@ -15,7 +15,9 @@ from sklearn.metrics import (
 )
 from sklearn.metrics import confusion_matrix as sklearn_confusion_matrix
 
+from benchmarks.timing import Effort, Group, Watch, peak_memory_mb
 from classifiers.metrics import (
+    NUMBERS,
     accuracy_at_coverage,
     aurc,
     auroc,
@@ -28,6 +30,7 @@ from classifiers.metrics import (
     equal_mass_calibration_error,
     expected_calibration_error,
     f1_macro,
+    judged,
     standard_metrics,
     topk_accuracy,
 )
@@ -276,3 +279,29 @@ def test_spread_of_one_point_and_of_all_directions():
     assert one == pytest.approx({"effective_rank": 1.0, "cosine_between_classes": 1.0}, abs=1e-6)
     axes = embedding_spread(torch.eye(6), torch.arange(6))
     assert axes == pytest.approx({"effective_rank": 6.0, "cosine_between_classes": 0.0}, abs=1e-6)
+
+
+def test_metrics_do_not_depend_on_how_many_rows_are_looked_at_at_once(monkeypatch):
+    """Of 57 rows and 11 classes: all at once, 5 at a time with 2 left, and one at a time."""
+    generator = torch.Generator().manual_seed(0)
+    log_probs = (3 * torch.randn(57, 11, generator=generator)).log_softmax(1)
+    target = torch.randint(11, (57,), generator=generator)
+    found = []
+    for numbers in (57 * 11, 5 * 11 + 10, 3):
+        monkeypatch.setattr("classifiers.metrics.NUMBERS", numbers)
+        found.append(standard_metrics(log_probs, target) | detailed_metrics(log_probs, target))
+    assert found[1] == pytest.approx(found[0], rel=1e-12)
+    assert found[2] == pytest.approx(found[0], rel=1e-12)
+
+
+def test_metrics_take_little_memory_beside_the_probabilities() -> None:
+    """67 MB of log-probabilities, sixteen times as many as are looked at at once; in double precision, all would take 134 MB and more."""
+    log_probs, target = predictions(64, 2**18)
+    assert log_probs.numel() == 16 * NUMBERS
+
+    def side(watch: Watch) -> None:
+        of = judged(log_probs, target)
+        assert {**standard_metrics(log_probs, target, of), **detailed_metrics(log_probs, target, of)}
+
+    peak = peak_memory_mb(Group("metrics", "", ("call",), (), {}, Effort(1, 1)), "cpu", side)
+    assert peak is None or peak < 120

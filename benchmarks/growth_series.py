@@ -23,6 +23,7 @@ from run.parts import build_model
 
 PART, K, CLASSES = "growth", 16, (10, 100, 1000, 10_000, 21_841)
 SURFACE = 16  # dimensions
+PATCHES: dict[str, Any] = {"patch_size": 4, "val_fraction": 0.0, "calibrate": "none"}
 
 
 @dataclass(frozen=True)
@@ -187,10 +188,10 @@ def vision_transformers(sizes: Sizes) -> Iterator[Series]:
     """The default ViT for small images, with a linear head; patches of 4 x 4."""
     effort = Effort(sizes.rounds, 60)
     rows = 2 * max(sizes.images)
-    many = {n: Prepared(f"fake(train={rows}, test=10, size=32)", 1, CPU, patch_size=4, batch_size=n) for n in sizes.images}
+    many = {n: Prepared(f"fake(train={rows}, test=10, size=32)", 1, CPU, **PATCHES, batch_size=n) for n in sizes.images}
     few = min(sizes.images)
     long = {
-        (side // 4) ** 2 + 1: Prepared(f"fake(train={4 * few}, test=10, size={side})", 1, CPU, patch_size=4, batch_size=few)
+        (side // 4) ** 2 + 1: Prepared(f"fake(train={4 * few}, test=10, size={side})", 1, CPU, **PATCHES, batch_size=few)
         for side in sizes.sides
     }
     for axis, prepared, setting in (

@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks import machine
 from benchmarks.bench import prepare
 from benchmarks.growth_series import Series, Sizes, all_series
-from benchmarks.plot import COLORS
+from benchmarks.plot import COLORS, marked
 from benchmarks.tables import duration, markdown, rounded
 from benchmarks.timing import CPU, MEGABYTE, Ask, Spread, in_turn, peak_memory_mb
 from evaluation.cost import load
@@ -182,6 +182,9 @@ def draw(found: Sequence[Grown], path: Path, title: str) -> None:
         axes.plot(x[straight > 0], straight[straight > 0], color=COLORS[2], linewidth=1, linestyle="--")
         axes.plot(series.points, [1e3 * median for median in grown.medians], "o", color=COLORS[1], markersize=4)
         axes.set(xscale="log", yscale="log", xlabel=series.axis, ylabel=f"ms a {series.unit}")
+        marked(axes)
+        axes.set_xticks(ends := [series.points[0], series.points[-1]], [f"{end:,}" for end in ends])
+        axes.minorticks_off()
         axes.set_title(f"{series.name}\n{exponent:.2f} ± {error:.2f}", fontsize=8)
         axes.tick_params(labelsize=7)
         axes.grid(color="0.9")

@@ -50,17 +50,19 @@ def _target(line: Line | None) -> str:
 
 
 def table(group: Group, lines: Sequence[Line]) -> str:
-    """Markdown whose columns are as wide as what stands in them."""
-    headings, rows = cells_of(lines)
-    widths = [max(len(row[n]) for row in [headings, *rows]) for n in range(len(headings))]
-    text = [_row(headings, widths), "|" + "|".join("-" * (width + 2) for width in widths) + "|"]
-    text += [_row(row, widths) for row in rows]
     rounds = lines[0].rounds
     how = (
         f"time over that of {lines[0].base}, median (quartiles) of {rounds} rounds" if rounds > 1 else f"time over that of {lines[0].base}"
     )
     missing = [f"Not measured: {'; '.join(f'{name} ({why})' for name, why in group.absent.items())}."] if group.absent else []
-    return "\n".join([f"### {group.part}: {group.setting}", "", f"{how[0].upper()}{how[1:]}.", *missing, "", *text])
+    return "\n".join([f"### {group.part}: {group.setting}", "", f"{how[0].upper()}{how[1:]}.", *missing, "", markdown(*cells_of(lines))])
+
+
+def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table whose columns are as wide as what stands in them."""
+    widths = [max(len(row[n]) for row in [headings, *rows]) for n in range(len(headings))]
+    lines = [_row(headings, widths), "|" + "|".join("-" * (width + 2) for width in widths) + "|"]
+    return "\n".join([*lines, *(_row(row, widths) for row in rows)])
 
 
 def _row(cells: Sequence[str], widths: Sequence[int]) -> str:

@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from classifiers.index import blocks
 from classifiers.predictors import HeadPredictor, Interpolation, Predictor, Vote
-from classifiers.retrieved import Retrieved
+from classifiers.retrieved import Context, Retrieved
 from utils import fold_in, one_of, warn
 
 MODES = ("none", "head", "temperature")
@@ -27,6 +28,7 @@ SPREADS = (0.1, 0.3, 1.0)  # how far parameters may go; the first hardly lets th
 WIDER = (3.0, 10.0)  # tried if the last of these was best and there are many rows; a few that are all right would ask for certainty
 MANY = 500  # rows
 HELD = 1.0  # spread of a temperature that is fitted alone
+NUMBERS = 1 << 22  # probabilities whose gradient is computed at one time
 FOLDS, EPOCHS, BATCH, RATE = 3, 8, 256, 3e-3  # of the final fit of the attention
 TRAINING_EPOCHS = 3  # of an attention over a bank that has none
 
@@ -138,11 +140,16 @@ def fit_confidence(
     optimizer = torch.optim.LBFGS(parameters, lr=1, max_iter=100, history_size=20, line_search_fn="strong_wolfe")
 
     def loss() -> Tensor:
+        """What its gradient needs takes a hundred bytes and more a probability, hence some rows after the others."""
         optimizer.zero_grad()
         away = sum(((p - start).square().sum() for p, start in zip(parameters, starts, strict=True)), torch.zeros(()))
-        value = F.nll_loss(predictor.log_probs(scores, context), target) + away.to(scores.device) / (2 * spread**2 * len(target))
-        value.backward()
-        return value
+        left, total = away.to(scores.device) / (2 * spread**2 * len(target)), torch.zeros((), device=scores.device)
+        for at in blocks(len(target), NUMBERS // scores.shape[-1]):
+            log_probs = predictor.log_probs(scores[..., at, :], Context(*(part[at] for part in context)))
+            value = F.nll_loss(log_probs, target[at]) * ((at.stop - at.start) / len(target)) + left
+            value.backward()
+            left, total = torch.zeros_like(total), total + value.detach()
+        return total
 
     with torch.enable_grad():
         for parameter, start in zip(parameters, starts, strict=True):

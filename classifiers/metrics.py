@@ -3,36 +3,71 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+NUMBERS = 1 << 20  # that are in double precision at one time: all of them would take ten times the memory of those that are handed in
 
-def standard_metrics(log_probs: Tensor, target: Tensor) -> dict[str, float]:
-    """(N, C) log-probabilities and (N,) labels to accuracy, top-5, macro F1, NLL, ECE and Brier score."""
+
+class Judged(NamedTuple):
+    """What most metrics need of each row, (N,)."""
+
+    predicted: Tensor
+    confidence: Tensor
+    nll: Tensor
+    top5: Tensor  # share of a place among the five highest
+    brier: Tensor
+
+
+def judged(log_probs: Tensor, target: Tensor) -> Judged:
+    parts = [_judged(rows, labels) for rows, labels in _blocks(log_probs, target)]
+    return Judged(*(torch.cat(of_rows) for of_rows in zip(*parts, strict=True)))
+
+
+def _judged(log_probs: Tensor, target: Tensor) -> Judged:
     log_probs = log_probs.double()
     probs = log_probs.exp()
-    predicted = probs.argmax(1)
-    right = predicted == target
+    own = log_probs.gather(1, target[:, None])[:, 0]
+    return Judged(probs.argmax(1), probs.amax(1), -own, topk_shares(log_probs, target, 5), squared_errors(probs, target))
+
+
+def _blocks(numbers: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Some rows at a time, with their labels."""
+    size = max(1, NUMBERS // numbers.shape[1])
+    return zip(numbers.split(size), target.split(size), strict=True)
+
+
+def standard_metrics(log_probs: Tensor, target: Tensor, of: Judged | None = None) -> dict[str, float]:
+    """(N, C) log-probabilities and (N,) labels to accuracy, top-5, macro F1, NLL, ECE and Brier score. `of` them, where it is known."""
+    of = of or judged(log_probs, target)
+    right = of.predicted == target
     return {
         "accuracy": right.double().mean().item(),
-        "top5": topk_accuracy(log_probs, target, 5),
-        "f1_macro": f1_macro(predicted, target, probs.shape[1]),
-        "nll": -log_probs.gather(1, target[:, None]).mean().item(),
-        "ece": expected_calibration_error(probs.amax(1), right),
-        "brier": brier(probs, target),
+        "top5": of.top5.mean().item(),
+        "f1_macro": f1_macro(of.predicted, target, log_probs.shape[1]),
+        "nll": of.nll.mean().item(),
+        "ece": expected_calibration_error(of.confidence, right),
+        "brier": of.brier.mean().item(),
     }
 
 
 def topk_accuracy(scores: Tensor, target: Tensor, k: int) -> float:
-    """Share of rows whose label is among the k highest scores (all of them, with fewer than k classes).
+    """Share of rows whose label is among the k highest scores (all of them, with fewer than k classes)."""
+    return topk_shares(scores, target, k).mean().item()
+
+
+def topk_shares(scores: Tensor, target: Tensor, k: int) -> Tensor:
+    """Of each row, (N,), whether its label is among the k highest scores.
 
     NOTE: a vote of k neighbors gives many classes the same score. Of t that tie for the last h places each has h / t of a place:
     how classes are numbered must not matter.
     """
     own = scores.gather(1, target[:, None])
     above, tied = (scores > own).sum(1), (scores == own).sum(1)
-    return ((min(k, scores.shape[1]) - above) / tied.double()).clamp(0, 1).mean().item()
+    return ((min(k, scores.shape[1]) - above) / tied.double()).clamp(0, 1)
 
 
 def f1_macro(predicted: Tensor, target: Tensor, num_classes: int) -> float:
@@ -60,24 +95,28 @@ def bin_of(probability: Tensor, bins: int) -> Tensor:
 
 def brier(probs: Tensor, target: Tensor) -> float:
     """Mean squared distance between the probabilities and the one-hot label, summed over classes (0 to 2)."""
+    return squared_errors(probs, target).mean().item()
+
+
+def squared_errors(probs: Tensor, target: Tensor) -> Tensor:
+    """That of each row, (N,)."""
     # |p - y|^2 = |p|^2 - 2 p_y + 1, without an (N, C) one-hot
-    return (probs.square().sum(1) - 2 * probs.gather(1, target[:, None])[:, 0] + 1).mean().item()
+    return probs.square().sum(1) - 2 * probs.gather(1, target[:, None])[:, 0] + 1
 
 
 # ---------------------------------------------------------------- beyond the six of every evaluation
 
 
-def detailed_metrics(log_probs: Tensor, target: Tensor) -> dict[str, float]:
+def detailed_metrics(log_probs: Tensor, target: Tensor, of: Judged | None = None) -> dict[str, float]:
     """(N, C) log-probabilities and (N,) labels to calibration by equal mass and by class, abstention, and balanced accuracy."""
-    probs = log_probs.double().exp()
-    predicted, confidence = probs.argmax(1), probs.amax(1)
-    right = predicted == target
+    of = of or judged(log_probs, target)
+    confidence, right = of.confidence, of.predicted == target
     return {
         "ece_equal_mass": equal_mass_calibration_error(confidence, right),
-        "ece_classwise": classwise_calibration_error(probs, target),
+        "ece_classwise": classwise_calibration_error(log_probs, target, logarithms=True),
         "aurc": aurc(confidence, right),
         **{f"accuracy_at_{percent}": accuracy_at_coverage(confidence, right, percent / 100) for percent in (80, 90, 95)},
-        "balanced_accuracy": balanced_accuracy(predicted, target, probs.shape[1]),
+        "balanced_accuracy": balanced_accuracy(of.predicted, target, log_probs.shape[1]),
     }
 
 
@@ -92,13 +131,16 @@ def equal_mass_calibration_error(confidence: Tensor, right: Tensor, bins: int = 
     return (gap.abs().sum() / n).item()
 
 
-def classwise_calibration_error(probs: Tensor, target: Tensor, bins: int = 15) -> float:
-    """Mean over classes of the ECE of "it is this class", with all its probabilities and not the highest only (arXiv 1910.12656)."""
+def classwise_calibration_error(probs: Tensor, target: Tensor, bins: int = 15, *, logarithms: bool = False) -> float:
+    """Mean over classes of the ECE of "it is this class", with all its probabilities and not the highest only (arXiv 1910.12656).
+    `logarithms`: of probabilities that are given as such."""
     n, classes = probs.shape
-    number = bin_of(probs, bins) + bins * torch.arange(classes, device=probs.device)  # (N, C)
-    difference = -probs.double()
-    difference = difference.scatter_add(1, target[:, None], torch.ones_like(difference[:, :1]))
-    gap = difference.new_zeros(classes * bins).index_add_(0, number.flatten(), difference.flatten())
+    gap = probs.new_zeros(classes * bins, dtype=torch.float64)
+    for rows, labels in _blocks(probs, target):
+        rows = rows.double().exp() if logarithms else rows.double()
+        number = bin_of(rows, bins) + bins * torch.arange(classes, device=probs.device)  # (N, C)
+        difference = (-rows).scatter_add_(1, labels[:, None], torch.ones_like(rows[:, :1]))
+        gap.index_add_(0, number.flatten(), difference.flatten())
     return (gap.abs().sum() / (n * classes)).item()
 
 

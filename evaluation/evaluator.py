@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from classifiers.classifier import Classifier
-from classifiers.metrics import confusion_matrix, detailed_metrics, standard_metrics
+from classifiers.metrics import confusion_matrix, detailed_metrics, judged, standard_metrics
 from classifiers.neighbor_heads import NeighborHead
 from classifiers.retrieved import Retrieved
 from config import EvaluationOptions
 from evaluation.baselines import Predictors, averaged
 from evaluation.continual import Growth, predict_while_growing
 from evaluation.ood import detection
+from evaluation.results import MOST_CONFUSED
 from inputs.batches import AnyBatches, Sets
 from utils import whole_numbers
 
@@ -84,8 +85,9 @@ class Evaluator:
         found: dict[str, Any] = {
             **dict(zip(("test", "test_calibrated"), (of_own[v] for v in answer), strict=False)),
             "test_variants": of_own,
-            "confusion": confusion_matrix(predicted, target, self.classifier.num_classes).tolist(),
         }
+        if (classes := self.classifier.num_classes) <= MOST_CONFUSED:
+            found["confusion"] = confusion_matrix(predicted, target, classes).tolist()
         if retriever is not None:
             of_each = {n: {v: scores(variants[v][n], target) for v in variants} for n in self.predictors.names}
             found["predictors"] = {**self.circumstances(views[0]), **self.with_leave_one_out(of_each)}
@@ -222,4 +224,5 @@ def by_name(of_k: dict[int, dict[str, Tensor]], target: Tensor) -> dict[str, dic
 
 
 def scores(log_probs: Tensor, target: Tensor) -> dict[str, float]:
-    return standard_metrics(log_probs, target) | detailed_metrics(log_probs, target)
+    of = judged(log_probs, target)
+    return standard_metrics(log_probs, target, of) | detailed_metrics(log_probs, target, of)

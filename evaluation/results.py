@@ -10,6 +10,7 @@ from typing import Any
 SCORES = ("test", "test_calibrated", "predictors", "val", "val_calibrated")
 WARNINGS = "warnings"  # beside the scores: whoever reads them must not miss it
 ABOUT = "about"
+MOST_CONFUSED = 1000  # classes up to which confusions are counted: they grow with the square, and of 21,841 classes the text has 1.4 GB
 VARIANTS = ("raw", "calibrated")
 # What older versions called parts of `predictors`, and its own names among the scores.
 OLDER = {"calibrate": "calibration", "voters": "scores", "lambda": "vote_share"}

@@ -57,10 +57,11 @@ def of_timm(config: Config, shape: tuple[int, ...], batch: int, copies: int) -> 
 
 
 def of_results(config: Config, data: Data) -> list[Room]:
-    """What is counted of the test rows when training is over, and features of a frozen backbone, which are all there at once."""
-    classes, rows, options = data.num_classes, len(data.test), config.model
-    numbers = FLOAT * 4.0 * classes * (rows + classes)  # probabilities in double precision, and the confusion of classes
-    rooms = [Room("dataset", config.data.dataset, f"a table of the scores of {rows:,} test rows among {classes:,} classes", numbers)]
+    """What is counted of validation or test rows, whichever are more, and features of a frozen backbone, which are all there at once."""
+    classes, options, test, val = data.num_classes, config.model, len(data.test), len(data.val) if data.val else 0
+    option, value = ("val_fraction", config.data.val_fraction) if val > test else ("dataset", config.data.dataset)
+    table = f"a table of the scores of {max(test, val):,} {'validation' if val > test else 'test'} rows among {classes:,} classes"
+    rooms = [Room(option, value, table, FLOAT * 4.0 * classes * max(test, val))]  # probabilities in double precision, and their logarithms
     if options.freeze_backbone and config.data.augment and options.model in ("vit", "mlp"):
         views, trained = config.head.views, len(data.train)
         rooms.append(Room("views", views, f"an array of {views:,} views of {trained:,} rows", FLOAT * views * trained * options.d_hidden))

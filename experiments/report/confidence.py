@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from evaluation.results import MOST_CONFUSED
 from experiments.metrics import BINS, METRICS, Answers
 from experiments.report.ink import COLORS, TEXT, Picture, Table, cut, legend_below, legend_height, look_of, series
 from experiments.report.material import Material
@@ -129,6 +130,8 @@ def counts_of(material: Material, arm: str) -> np.ndarray | None:
     if not found or len({len(a.label) for a in found}) > 1:
         return None
     size = max(max(a.classes, int(a.label.max()) + 1, int(a.predicted.max()) + 1) for a in found)
+    if size > MOST_CONFUSED:
+        return None
     total = np.zeros((size, size), np.int64)
     for a in found:
         np.add.at(total, (a.label, a.predicted), 1)

@@ -321,3 +321,23 @@ def test_a_row_is_the_same_alone_and_in_a_block(fitting: tuple[Any, Retrieved, T
     with torch.no_grad():
         torch.testing.assert_close(head.predictor.scores(retrieved.block(some)), together[some])
     assert Block(retrieved.features, retrieved.embedding, NO_NEIGHBORS, retrieved.class_cosines).neighbors.mask.numel() == 0
+
+
+@pytest.mark.parametrize("head", [LinearHead(D, C), KnnHead(D, C, k_train=K, standardize=False)])
+def test_a_fit_does_not_depend_on_how_many_rows_are_looked_at_at_once(head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """601 rows at once, and 100 at a time with one left."""
+    bank = Bank(D)
+    bank.add(*clusters(97, 0))
+    head.eval().refresh(bank)
+    features, target = clusters(N, 1)
+    with torch.no_grad():
+        predictor, retrieved = head.as_predictor(C), head.retrieve(features)
+        scores = predictor.all_scores(retrieved)
+    found = []
+    for numbers in (N * C, 100 * C + 1):
+        monkeypatch.setattr("classifiers.calibration.NUMBERS", numbers)
+        found.append(fit_narrower(copy.deepcopy(predictor).requires_grad_(False), scores, retrieved, target, spread=1.0))
+    at_once, in_parts = (fitted.predict(retrieved).exp() for fitted in found)
+    assert torch.allclose(at_once, in_parts, atol=2e-3), (at_once - in_parts).abs().max()
+    assert nll(found[1], retrieved, target) == pytest.approx(nll(found[0], retrieved, target), abs=1e-5)
+    assert nll(found[1], retrieved, target) < nll(predictor, retrieved, target)

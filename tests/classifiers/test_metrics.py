@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,8 @@ from sklearn.metrics import (
     top_k_accuracy_score,
 )
 from sklearn.metrics import confusion_matrix as sklearn_confusion_matrix
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from classifiers.metrics import (
     accuracy_at_coverage,
@@ -28,6 +32,7 @@ from classifiers.metrics import (
     equal_mass_calibration_error,
     expected_calibration_error,
     f1_macro,
+    judged,
     standard_metrics,
     topk_accuracy,
 )
@@ -276,3 +281,37 @@ def test_spread_of_one_point_and_of_all_directions():
     assert one == pytest.approx({"effective_rank": 1.0, "cosine_between_classes": 1.0}, abs=1e-6)
     axes = embedding_spread(torch.eye(6), torch.arange(6))
     assert axes == pytest.approx({"effective_rank": 6.0, "cosine_between_classes": 0.0}, abs=1e-6)
+
+
+def test_metrics_do_not_depend_on_how_many_rows_are_looked_at_at_once(monkeypatch):
+    """Of 57 rows and 11 classes: all at once, 5 at a time with 2 left, and one at a time."""
+    generator = torch.Generator().manual_seed(0)
+    log_probs = (3 * torch.randn(57, 11, generator=generator)).log_softmax(1)
+    target = torch.randint(11, (57,), generator=generator)
+    found = []
+    for numbers in (57 * 11, 5 * 11 + 10, 3):
+        monkeypatch.setattr("classifiers.metrics.NUMBERS", numbers)
+        found.append(standard_metrics(log_probs, target) | detailed_metrics(log_probs, target))
+    assert found[1] == pytest.approx(found[0], rel=1e-12)
+    assert found[2] == pytest.approx(found[0], rel=1e-12)
+
+
+class Largest(TorchDispatchMode):
+    """How many numbers the largest tensor has that is made."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.numbers = max([self.numbers, *(part.numel() for part in tree_leaves(made) if isinstance(part, torch.Tensor))])
+        return made
+
+
+def test_nothing_as_large_as_the_probabilities_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 1,000 rows and 20 classes, five rows at a time: what is made has a number a row at most."""
+    monkeypatch.setattr("classifiers.metrics.NUMBERS", 100)
+    log_probs, target = predictions(1000, 20)
+    with Largest() as largest:
+        of = judged(log_probs, target)
+        assert {**standard_metrics(log_probs, target, of), **detailed_metrics(log_probs, target, of)}
+    assert largest.numbers == 1000

@@ -322,6 +322,17 @@ def test_the_very_same_rows_are_no_more_foreign_than_themselves(calibrate: str, 
     assert found["auroc_confidence"] == 0.5
 
 
+# ---------------------------------------------------------------- many classes
+
+
+def test_confusions_are_counted_of_few_classes(circle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They grow with the square of the classes; there are two here."""
+    evaluator = opened(circle / "run").evaluator
+    assert np.sum(evaluator.evaluate()[0]["confusion"]) == 22
+    monkeypatch.setattr("evaluation.evaluator.MOST_CONFUSED", 1)
+    assert "confusion" not in evaluator.evaluate()[0]
+
+
 # ---------------------------------------------------------------- views
 
 

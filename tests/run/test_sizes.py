@@ -28,7 +28,8 @@ TINY += ["--d_mlp", "8", "--patch_size", "4", "--num_epochs", "1", "--batch_size
         (["--dataset", "fake(train=100000000, size=1000)"], "--dataset"),
         (["--dataset", "fake(size=100000000000)"], "--dataset"),
         (["--model", "timm/vit_tiny_patch16_224", "--resize", "16384", "--batch_size", "24"], "--batch_size"),
-        (["--dataset", "fake(train=300000, size=4, classes=300000)"], "--dataset"),
+        (["--dataset", "fake(train=300000, test=300000, size=4, classes=300000)"], "--dataset"),
+        (["--dataset", "fake(train=600000, size=4, classes=300000)", "--val_fraction", "0.5"], "--val_fraction"),
         (["--head", "knn", "--freeze_backbone", "--augment", "--views", "1000000000000"], "--views"),
     ],
 )

@@ -69,6 +69,12 @@ def test_confusion_counts_all_seeds(tmp_path: Path) -> None:
     assert rows[0][0] != rows[0][1]  # what was taken for another comes first
 
 
+def test_no_confusion_of_more_classes_than_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    material = gather([str(comparison_at(tmp_path / "c", {"a": {"lr": 0.1}, "b": {"lr": 0.2}}, 1))])
+    monkeypatch.setattr(confidence, "MOST_CONFUSED", 2)  # there are three
+    assert "confusion-1" not in {picture.name for picture in confidence.pictures(material, 1)}
+
+
 # ---------------------------------------------------------------- cost
 
 

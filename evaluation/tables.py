@@ -54,6 +54,7 @@ def table(results: dict[str, Any], written: Path) -> str:
     lines += [f"{name:<16}{cells(key, '.2%')}" for key, name in sure.items()]
     cost = {
         "epoch chosen by": chosen_by(results),
+        "head alone": head_alone(about),
         "parameters": f"{about['params'] / 1e6:.3f} M",
         "GFLOPs": f"{about['gflops']:.4g}",
         "images/s": "{:,.0f} ({:,.0f} to {:,.0f})".format(about["images_per_second"], *about["images_per_second_quartiles"]),
@@ -76,6 +77,13 @@ def table(results: dict[str, Any], written: Path) -> str:
     if results.get("warnings"):
         lines += ["", "to be known before these numbers are trusted:", *(f"  {warning}" for warning in results["warnings"])]
     return "\n".join([*lines, f"written to {written}"])
+
+
+def head_alone(about: Mapping[str, Any]) -> str:
+    """Whether the scores are those after epochs of the head alone, which follow the best epoch."""
+    if (found := about.get("head_alone")) is None:
+        return ""
+    return f"{found['epochs']} more epochs" if found["kept"] else f"{found['epochs']} more epochs, no better"
 
 
 VARIANTS = {"raw": "as trained", "calibrated": "calibrated", "raw_tta": "TTA", "calibrated_tta": "calibrated, TTA"}

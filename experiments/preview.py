@@ -67,8 +67,10 @@ def side_by_side(times: Sequence[float], jobs: int) -> float:
 
 
 def seconds_of_run(config: Config, data: Data, model: Classifier, device: torch.device) -> float:
-    """Measured on a few steps: passes over training and validation rows, and the evaluation at the end. All epochs count: with --patience
-    a run may end earlier."""
+    """Measured on a few steps: passes over training and validation rows, epochs of the head alone, and the evaluation at the end.
+
+    All epochs count: with --patience a run may end earlier.
+    """
     train = loader(config, data, "train", device)
     assert train is not None
     batch = next(iter(train.epoch()))
@@ -91,9 +93,11 @@ def seconds_of_run(config: Config, data: Data, model: Classifier, device: torch.
     update = median_seconds(lambda: step(state, [batch]))
     if config.model.freeze_backbone:
         return end + config.training.num_epochs * rows * max(update - look, update / 20)
-    bank = rows * look if model.head.wants_bank else 0.0
-    epoch = rows * update + per_batch.get("val", 0) * look + bank
-    return end + config.training.num_epochs * epoch
+    bank, validation = rows * look if model.head.wants_bank else 0.0, per_batch.get("val", 0) * look
+    epochs = config.training.num_epochs * (rows * update + validation + bank)
+    if config.training.head_epochs:  # without the backbone's part of a step: forward, and backward in about twice the time
+        epochs += rows * look + validation + config.training.head_epochs * rows * max(update - 3 * look, update / 20)
+    return end + epochs
 
 
 def votes(config: Config, model: Classifier) -> int:

@@ -69,7 +69,7 @@ class Features:
                 found = read[0] if read else _kept(place, rows)
                 assert found is not None
                 return found.to(images.device)
-            say(f"features: {rows:,} rows of {name} through the frozen backbone")
+            say(f"features: {rows:,} rows of {name} through the backbone")
             computed = self._computed(images, plain, epoch)  # (N, F)
             if folder is not None:
                 here().on_first(lambda: store.save(folder, {"features": {"x": computed}}, {"rows": rows, "of": name}, self.owner))

@@ -125,6 +125,7 @@ def test_two_standard_errors_below_the_mean_are_wanted(capfd):
     bank.add(in_clusters(2003, 13, 1), torch.zeros(2003, dtype=torch.long))
     bank.search(torch.zeros(1, 13), 3)
     proposer, few = bank._proposer, torch.ones(100)
+    assert proposer is not None
     few[:10] = 0.5
     for wanted, effort in ((0.919, 2), (0.921, 3), (0.5, 1)):
         proposer.choose(7, wanted, lambda effort: few * 0.6 if effort < 2 else few if effort < 3 else torch.ones(100))

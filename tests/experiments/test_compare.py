@@ -318,7 +318,7 @@ def test_shared_work_is_done_once(tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert main(["compare", "--plan", str(tmp_path / "plan.yaml"), "--output_dir", str(folder), "--jobs", "2"]) == 0
     out = capfd.readouterr().out
     logs = "".join(log.read_text() for log in folder.glob("cells/*/*.log"))
-    assert logs.count("rows of train through the frozen backbone") == 1
+    assert logs.count("rows of train through the backbone") == 1
     weights = folder / "cells" / "shared_backbone" / "seed0" / "checkpoints" / "best"
     for arm in ("linear", "smoothed"):
         config = json.loads((folder / "cells" / arm / "seed0" / "results.json").read_text())["about"]["config"]

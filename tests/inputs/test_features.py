@@ -122,7 +122,7 @@ def test_features_need_no_gradient():
 def test_features_are_computed_once(tmp_path, capsys):
     images = batches(image_set(7), train=True, augment=True)
     first = features(tmp_path).batches("train", images, epochs=1)
-    lines = [f"features: 7 rows of {name} through the frozen backbone" for name in ("train", "train-augmented-0")]
+    lines = [f"features: 7 rows of {name} through the backbone" for name in ("train", "train-augmented-0")]
     assert capsys.readouterr().err.splitlines() == lines
     keys = [features().key(images.plain(), 0), features().key(images, 0)]
     assert sorted(f.name for f in tmp_path.iterdir()) == sorted([f"train-{keys[0]}", f"train-augmented-0-{keys[1]}"])

@@ -12,6 +12,7 @@ import dataset
 import run.finish
 import run.head_alone
 from config import Action
+from evaluation import tables
 from inputs import store
 from run.complete import complete
 from run.run import run as start
@@ -71,6 +72,12 @@ def test_results_are_those_of_the_head_that_was_kept(runs: Path) -> None:
     assert again["test"] == found["test"]
     assert again["about"]["head_alone"] == found["about"]["head_alone"]
     assert again["about"]["seconds"] == found["about"]["seconds"] > found["about"]["head_alone"]["seconds"]  # of training, to its end
+
+
+@pytest.mark.parametrize(("folder", "line"), [("kept", "4 more epochs"), ("left", "4 more epochs, no better"), ("without", "")])
+def test_the_table_says_whose_scores_these_are(folder: str, line: str, runs: Path) -> None:
+    lines = [shown for shown in tables.table(results(runs / folder), Path("here")).splitlines() if shown.startswith("head alone")]
+    assert lines == ([f"{'head alone':<16}{line:>32}"] if line else [])
 
 
 @pytest.mark.parametrize("stage", ["learning", "learned"])

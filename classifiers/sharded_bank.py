@@ -46,17 +46,17 @@ class ShardedBank(Bank):
         self._bounds = torch.tensor([len(labels) * rank // world for rank in range(world + 1)])  # as here().part has them
 
     @classmethod
-    def of(cls, blocks: Iterator[tuple[Tensor, Tensor]], labels: Tensor, options: Mapping[str, Any]) -> ShardedBank:
+    def of(cls, stream: Iterator[tuple[Tensor, Tensor]], labels: Tensor, options: Mapping[str, Any]) -> ShardedBank:
         """Of the rows that this process embeds, in blocks (ids, embeddings). `labels`: of all rows. `options` of a bank."""
         lost = 0.0
 
         def finite() -> Iterator[tuple[Tensor, Tensor]]:
             nonlocal lost
-            for numbers, embeddings in chain([first], blocks):
+            for numbers, embeddings in chain([first], stream):
                 lost += int((~embeddings.isfinite()).any(1).sum())
                 yield numbers, embeddings.nan_to_num(0, 0, 0)
 
-        first = next(blocks)  # also where there are fewer rows than processes: one that counts as none
+        first = next(stream)  # also where there are fewer rows than processes: one that counts as none
         own = Bank(first[1].shape[1], **options)
         ids = torch.arange(len(labels))[here().part(len(labels))]
         own.refresh(labels[ids], ids, finite())

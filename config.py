@@ -110,7 +110,7 @@ class HeadOptions:
     prior: str = flag("learned", "share of the prior in the vote: by distance and entropy, or constant", choices=("learned", "constant"))
     interpolation: float | None = flag(None, "share of the vote, linear has the rest (default: fitted)", rule=fraction(to_1=True))
     index: str = flag("auto", "FAISS index: auto, flat, ip, hnsw, ivf, ivfpq, or a factory string")
-    recall: float = flag(0.99, "share of the neighbors that an approximate index must find, on 500 rows of the bank", rule=PART)
+    recall: float = flag(0.99, "share of the neighbors that an approximate index must find (of 500; less 2 standard errors)", rule=PART)
     bank_cap: int | None = flag(None, "most rows that the bank holds", rule=at_least(1))
     bank_evict: str = flag("fifo", "which rows leave a full bank", choices=("fifo", "class-balanced"))
     shard_bank: bool = flag(

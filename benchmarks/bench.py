@@ -18,10 +18,13 @@ from benchmarks.tables import as_json, table
 from benchmarks.timing import CLOCKS, Ask, Group, Line, measured
 from evaluation.cost import load
 from inputs.memory import keep_memory
+from run.directory import check_writable
 from run.parts import choose_device
+from run.saved import own_checkpoint
 from utils import BadOption, one_of, parse_whole_number, say
 
 PARTS = ("layers", "models", "loop", "bank", "heads", "data", "startup")
+USED_BY = dict(tokens=("layers",), modes=("layers",), dtypes=("layers", "models"), batch_size=("layers", "models"), checkpoint=("bank",))
 TOKENS, DTYPES, MODES = (65, 197, 785, 1025, 3137), ("float32", "bfloat16"), ("eager", "compiled")
 
 
@@ -49,8 +52,10 @@ def bench(typed: Typed) -> None:
     ask = ask_of(typed)
     files = [Path(typed.json)] if typed.json else []
     folder = Path(typed.output_dir) if typed.output_dir else None
-    for path in [*files, *([folder] if folder else [])]:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    check_places(files, folder)
+    if ask.checkpoint:
+        own_checkpoint(ask.checkpoint)
+    tell_unused(typed)
     prepare(ask)
     facts = machine.about(ask)
     print(machine.sentence(facts), flush=True)
@@ -96,6 +101,25 @@ def ask_of(typed: Typed) -> Ask:
     )
 
 
+def tell_unused(typed: Typed) -> None:
+    """What was typed and no part that is measured looks at."""
+    idle = [name for name, parts in USED_BY.items() if getattr(typed, name) is not None and typed.what not in (*parts, "all")]
+    if idle:
+        say(f"ignored because of {typed.what}: {', '.join(f'--{name}' for name in idle)}")
+
+
+def check_places(files: Sequence[Path], folder: Path | None) -> None:
+    """What could not be written after half an hour of measuring is refused before it."""
+    for file in files:
+        if file.is_dir():
+            raise BadOption("json", "must be a file, and names a directory", str(file))
+        check_writable(file.parent, "json")
+        file.parent.mkdir(parents=True, exist_ok=True)
+    if folder:
+        check_writable(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+
+
 def prepare(ask: Ask) -> None:
     from classifiers.faiss_library import load_faiss
 
@@ -114,7 +138,6 @@ def measure_all(what: str, ask: Ask) -> Iterator[tuple[Group, list[Line]]]:
 
 def write(folder: Path, what: str, facts: dict[str, Any], tables: Sequence[str], lines: Sequence[Line]) -> list[Path]:
     """WHAT.md with the tables, WHAT.png if layers were measured at two lengths or more; and the name of WHAT.json."""
-    folder.mkdir(exist_ok=True)
     stem = f"{what}-quick" if facts["quick"] else what
     page, picture = folder / f"{stem}.md", folder / f"{stem}.png"
     page.write_text("\n\n".join([machine.sentence(facts).replace("\n", "  \n"), *tables]) + "\n")

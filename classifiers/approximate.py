@@ -98,15 +98,26 @@ class Proposer:
         entries = torch.from_numpy(self.index.search(queries.numpy(), count)[1])
         return self.slot_of[entries.clamp_min(0)].masked_fill(entries < 0, MISSING)
 
-    def choose(self, k: int, wanted: float, recall: Callable[[int], float], measured: int) -> None:
-        """The least effort that finds the share `wanted` of k neighbors, by `recall` of an effort, measured on so many rows; said."""
+    def choose(self, k: int, wanted: float, shares: Callable[[int], Tensor]) -> None:
+        """The least effort that finds the share `wanted` of k neighbors, by the share that an effort finds of each of some rows; said.
+
+        Two standard errors below the mean of these rows are wanted: the least that is just enough for them is too little for others.
+        """
+        found: dict[int, str] = {}  # what to say of an effort
+
+        def surely(effort: int) -> float:
+            of_rows = shares(effort).double()
+            mean, error = float(of_rows.mean()), float(of_rows.std(correction=0)) / math.sqrt(len(of_rows))
+            found[effort] = f"recall {mean:.3f} ± {error:.3f} on {len(of_rows)} rows of the bank"
+            return mean - 2 * error
+
         most, what = (self.lists.nlist, "lists") if self.lists is not None else (len(self.slot_of), "rows")
         changes = self.lists is not None or self.graph is not None
         least = 4 * k if self.graph is not None else 1  # what is proposed is looked at in any case
-        self.efforts[k], found = least_effort(recall, wanted, min(least, most), most if changes else 1)
+        self.efforts[k], reached = least_effort(surely, wanted, min(least, most), most if changes else 1)
         looks = f"looks at {self.efforts[k]:,} of {most:,} {what}" if changes else "looks at all codes"
-        short = "" if found >= wanted else f", not {wanted:g}: more would not help"
-        _say_new((self.text, k), f"index: {self.text} {looks} for {k} neighbors (recall {found:.3f} on {measured} rows of the bank{short})")
+        short = "" if reached >= wanted else f", not surely {wanted:g}: more would not help"
+        _say_new((self.text, k), f"index: {self.text} {looks} for {k} neighbors ({found[self.efforts[k]]}{short})")
 
 
 _said: dict[Any, str] = {}

@@ -305,11 +305,12 @@ class Bank:
         there = nearest < math.inf
         farthest = nearest.masked_fill(~there, -math.inf).max(1, keepdim=True).values
 
-        def recall(effort: int) -> float:
+        def shares(effort: int) -> Tensor:
             found = self._proposed(rows, k, own, effort)[1]
-            return float((found <= farthest).sum() / there.sum().clamp_min(1))  # by distance: which of equal rows is found is as good
+            share = (found <= farthest).sum(1) / there.sum(1)  # by distance: which of equal rows is found is as good
+            return share.nan_to_num(1.0)  # of a row that has no neighbor
 
-        proposer.choose(k, self.recall, recall, len(slots))
+        proposer.choose(k, self.recall, shares)
 
     def _ranked(self, rows: Tensor, found: Tensor, k: int, banned: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The k best of the slots found (B, M): slots, distances, and the k-th distance of each query in float64."""

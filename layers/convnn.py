@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layers import functional as L
+from layers import lists
 from layers.base import TokenMixer, check_neighbors, count_tokens
 from utils import BadOption, one_of, whole_number
 
@@ -144,15 +145,10 @@ class ConvNNAttention(TokenMixer):
 
     def itself_and_nearest(self, q: Tensor, k: Tensor, candidates: Tensor) -> Tensor:
         """Each token, then the K - 1 best of the other candidates; itself again where there are too few: (B, H, N, K)."""
-        n = q.shape[2]
-        others = min(self.K - 1, len(candidates))
-        place = torch.arange(n, device=q.device)[:, None].expand(*q.shape[:2], n, 1)  # (B, H, N, 1)
-        unfilled = place.expand(-1, -1, -1, self.K - 1 - others)
-        if not others:  # K = 1: each token reads itself
-            return torch.cat([place, unfilled], -1)
-        # index_select: of columns, five times as fast as brackets
-        _, column = L.nearest(q.detach(), k.detach().index_select(2, candidates), others, own=candidates)  # (B, H, N, others)
-        return torch.cat([place, candidates.index_select(0, column.flatten()).view_as(column), unfilled], -1)
+        found = min(self.K, 1 + len(candidates))
+        itself = torch.arange(q.shape[2], device=q.device)[:, None].expand(*q.shape[:3], 1)  # (B, H, N, 1)
+        index = lists.chosen(q, k, found, candidates, None) if found > 1 else itself
+        return torch.cat([index, itself.expand(-1, -1, -1, self.K - found)], -1)
 
     def _with_coordinates(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         n, device = tensors[0].shape[2], tensors[0].device
@@ -185,16 +181,14 @@ class ConvNNAttention(TokenMixer):
     def convolved(self, q: Tensor, k: Tensor, values: Tensor, kernel: Tensor) -> Tensor:
         """The convolution over the ranks of comparable q and k."""
         candidates = self.candidates(q.shape[2], q.device)
-        enough = candidates is None or len(candidates) >= self.K
+        enough = candidates is None or len(candidates) >= self.K > 1
         if not self.softmax_topk_val or self.magnitude_type == "euclidean" or not enough:
             index, weight = self.neighbors(q, k, candidates)
             return L.rank_conv(values, index, weight, kernel)
         scale = self.scale if self.magnitude_type == "matmul" else 1.0
-        if candidates is None:
-            return self.attend(q, k, values, self.K, scale, drop=False, kernel=kernel).out
-        index = self.itself_and_nearest(q, k, candidates)
-        first = L.constant_self_score(self.magnitude_type) if self.self_score == "one" else None
-        return self.attend(q, k, values, self.K, scale, drop=False, index=index, first=first, kernel=kernel).out
+        one = candidates is not None and self.self_score == "one"
+        first = L.constant_self_score(self.magnitude_type) if one else None
+        return self.attend(q, k, values, self.K, scale, drop=False, among=candidates, first=first, kernel=kernel).out
 
     def extra_repr(self) -> str:
         sampled = "" if self.sampling_type == "all" else f", num_samples={self.num_samples}"

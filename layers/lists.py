@@ -36,19 +36,23 @@ def attend(
     first: float | None = None,
     keep: Tensor | None = None,
     kernel: Tensor | None = None,
+    among: Tensor | None = None,
+    places: Tensor | None = None,
 ) -> Attended:
     """softmax(scale q . k + bias) over a list of K columns for each row, and the sum of their values with these weights.
 
-    The list is `index` (N, K) or (B, H, N, K), or the K nearest, best first. bias (K,) or (N, K): -inf leaves a column out. `first`: the
-    score of the first in each list, whatever its product. keep: what dropout multiplies the weights by. kernel (K, D): a factor a rank
-    and channel; (K, E, D): a matrix a rank. Gradients reach q, k, v and kernel, from `out` and from `weight`; bias and keep have none.
+    The list is `index` (N, K) or (B, H, N, K), or it is chosen: the nearest columns, best first. `among` (A,), at least K columns: the row
+    itself, then the nearest of these but itself. `places` (H, N, S): the last S of the list are others, by their places among all columns
+    that are not in it before. bias (K,) or (N, K): -inf leaves a column out. `first`: the score of the first in each list, whatever its
+    product. keep: what dropout multiplies the weights by. kernel (K, D): a factor a rank and channel; (K, E, D): a matrix a rank.
+    Gradients reach q, k, v and kernel, from `out` and from `weight`; bias and keep have none.
     """
     if any(t is not None and t.requires_grad for t in (bias, keep)):
         raise ValueError("attend: bias and keep have no gradient; add what is learned to q and k, or detach it")
     if bias is not None:
         bias = bias.expand(q.shape[2], K).contiguous()
-    out, chosen, weight = _attend(q, k, v, index, K, scale, bias, first, keep, kernel)
-    return Attended(out, chosen if index is None else _of_all(index, q), weight)
+    out, found, weight = _attend(q, k, v, index, K, scale, bias, first, keep, kernel, among, places)
+    return Attended(out, found if index is None else _of_all(index, q), weight)
 
 
 def _of_all(index: Tensor, q: Tensor) -> Tensor:
@@ -66,11 +70,13 @@ def composed(
     first: float | None,
     keep: Tensor | None,
     kernel: Tensor | None,
+    among: Tensor | None = None,
+    places: Tensor | None = None,
 ) -> Attended:
-    if index is None:
+    if index is None and among is None and places is None:
         score, index = kernels.nearest(q, k, K, None)
     else:
-        index = _of_all(index, q).long()
+        index = chosen(q, k, K, among, places) if index is None else _of_all(index, q).long()
         score = kernels.pair_dot(q, k, index)
     score = score * scale if bias is None else score * scale + bias
     if first is not None:
@@ -80,9 +86,27 @@ def composed(
     return Attended(kernels.bag(v, index, kept) if kernel is None else kernels.rank_conv(v, index, kept, kernel), index, weight)
 
 
+def selected(K: int, among: Tensor | None, places: Tensor | None) -> int:
+    """How many of a list of K are selected by their scores."""
+    return K - (among is not None) - (0 if places is None else places.shape[2])
+
+
+def chosen(q: Tensor, k: Tensor, K: int, among: Tensor | None, places: Tensor | None) -> Tensor:
+    """Lists of K columns (B, H, N, K) as `attend` chooses them."""
+    columns = k if among is None else k.index_select(2, among)  # of columns, five times as fast as brackets
+    _, index = kernels.nearest(q.detach(), columns.detach(), selected(K, among, places), among)
+    if among is not None:
+        itself = torch.arange(q.shape[2], device=q.device)[:, None].expand(*q.shape[:3], 1)
+        index = torch.cat([itself, among.index_select(0, index.flatten()).view_as(index)], -1)
+    return index if places is None else torch.cat([index, kernels.others(index, places)], -1)
+
+
 # ---------------------------------------------------------------- the C code as an operator
 
-LISTS = "Tensor q, Tensor k, Tensor v, Tensor? index, int K, float scale, Tensor? bias, float? first, Tensor? keep, Tensor? kernel"
+LISTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? index, int K, float scale, Tensor? bias, float? first, Tensor? keep, Tensor? kernel, "
+    "Tensor? among, Tensor? places"
+)
 
 
 @torch.library.custom_op("neighbors::attend", mutates_args=(), schema=f"({LISTS}) -> (Tensor, Tensor, Tensor)")
@@ -97,16 +121,18 @@ def _attend(
     first: float | None,
     keep: Tensor | None,
     kernel: Tensor | None,
+    among: Tensor | None,
+    places: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, the list that was chosen (int32 where Triton chose it; empty where it was given), weights."""
-    if in_one_kernel(q, k, v, index, K, bias, first, keep, kernel):
+    if in_one_kernel(q, k, v, index, K, bias, first, keep, kernel, among, places):
         from layers import triton_topk
 
         return triton_topk.attend(q, k, v, K, scale)
-    if (index is not None or K <= native.MOST_RANKS) and _native_takes(q, k, v, kernel):
-        return native.attend(q, k, v, index, K, scale, bias, first, keep, kernel)
-    out, chosen, weight = composed(q, k, v, index, K, scale, bias, first, keep, kernel)
-    return out, chosen if index is None else index.new_empty(0), weight
+    if (index is not None or selected(K, among, places) <= native.MOST_RANKS) and _native_takes(q, k, v, kernel):
+        return native.attend(q, k, v, index, K, scale, bias, first, keep, kernel, among, places)
+    out, found, weight = composed(q, k, v, index, K, scale, bias, first, keep, kernel, among, places)
+    return out, found if index is None else index.new_empty(0), weight
 
 
 def in_one_kernel(q: Tensor, k: Tensor, v: Tensor, index: Tensor | None, K: int, *options: Any) -> bool:
@@ -124,12 +150,12 @@ def in_one_kernel(q: Tensor, k: Tensor, v: Tensor, index: Tensor | None, K: int,
 @_attend.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, index: Tensor | None, K: int, _: float, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     b, h, n, _d = q.shape
-    kernel = rest[-1]
+    kernel = rest[3]
     width = v.shape[3] if kernel is None or kernel.dim() == 2 else kernel.shape[1]
     out = v.new_empty(b, n, h, width).transpose(1, 2)
-    chosen = (b, h, n, K) if index is None else (0,)
+    found = (b, h, n, K) if index is None else (0,)
     kind = torch.int32 if in_one_kernel(q, k, v, index, K, *rest) else torch.int64
-    return out, q.new_empty(chosen, dtype=kind), q.new_empty(b, h, n, K)
+    return out, q.new_empty(found, dtype=kind), q.new_empty(b, h, n, K)
 
 
 @torch.library.custom_op(
@@ -176,14 +202,14 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, index, ctx.K, ctx.scale, bias, ctx.first, keep, kernel = inputs
+    q, k, v, index, ctx.K, ctx.scale, bias, ctx.first, keep, kernel, *_ = inputs
     ctx.set_materialize_grads(False)  # None, and not zeros, for an output that nobody used
     ctx.save_for_backward(q, k, v, output[1] if index is None else index, output[2], bias, keep, kernel)
 
 
 def _backward(ctx: Any, grad: Tensor | None, _: Any, of_weight: Tensor | None) -> tuple[Any, ...]:
     if grad is None and of_weight is None:
-        return (None,) * 10
+        return (None,) * 12
     q, k, v, index, weight, bias, keep, kernel = ctx.saved_tensors
     again = torch.is_grad_enabled()  # a gradient of this gradient is wanted
     if again or of_weight is not None or grad is None:  # of the pieces, which have all of them
@@ -195,9 +221,9 @@ def _backward(ctx: Any, grad: Tensor | None, _: Any, of_weight: Tensor | None) -
             outputs, gradients = zip(*ends, strict=True)
             found = iter(torch.autograd.grad(outputs, wanted, gradients, create_graph=again, allow_unused=True))
         d_q, d_k, d_v, d_kernel = (next(found) if t is not None and t.requires_grad else None for t in parts)
-        return d_q, d_k, d_v, None, None, None, None, None, None, d_kernel
+        return d_q, d_k, d_v, None, None, None, None, None, None, d_kernel, None, None
     d_q, d_k, d_v, d_kernel = _attend_backward(grad, q, k, v, index, weight, ctx.scale, ctx.first is not None, keep, kernel)
-    return d_q, d_k, d_v, None, None, None, None, None, None, d_kernel if kernel is not None else None
+    return d_q, d_k, d_v, None, None, None, None, None, None, d_kernel if kernel is not None else None, None, None
 
 
 _attend.register_autograd(_backward, setup_context=_save)
@@ -210,8 +236,10 @@ for _op in (_attend, _attend_backward):
 @register_flop_formula(torch.ops.neighbors.attend)
 def _attend_flops(q: Any, k: Any, v: Any, index: Any, K: int, *rest: Any, **_: Any) -> int:
     lists = math.prod(q[:3]) * K
-    select = 2 * math.prod(q) * k[2] if index is None else 2 * lists * q[3]
-    return select + (2 if rest[-1] is None else 3) * lists * v[3]
+    kernel, among, places = rest[-3:]
+    select = 2 * math.prod(q) * (k[2] if among is None else among[0]) if index is None else 2 * lists * q[3]
+    more = 0 if places is None else 2 * math.prod(q) * places[2]
+    return select + more + (2 if kernel is None else 3) * lists * v[3]
 
 
 @register_flop_formula(torch.ops.neighbors.attend_backward)

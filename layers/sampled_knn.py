@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from layers import functional as L
-from layers import kernels
 from layers.base import TokenMixer, check_neighbors, count_tokens
+from layers.lists import Attended
 from utils import whole_number
 
 
@@ -52,28 +52,24 @@ class SampledKnnAttention(TokenMixer):
         turns = L.scrambled(heads * tokens, device).view(heads, tokens, 1)
         return (places + turns) % others
 
-    def sampled(self, index: Tensor) -> Tensor:
-        """Tokens outside each row's top K, (B, H, N, samples), from the draw of places among the others."""
-        n, device = index.shape[2], index.device
-        places = self.draw(n, device) if self.training else self.cached((n, device), lambda: self.draw(n, device))
-        return kernels.others(index, places)
+    def sample(self, tokens: int, device: torch.device) -> tuple[Tensor | None, Tensor]:
+        """The draw, None where there are no others; and the logarithm of how many tokens each of a row's list stands for."""
+        if tokens == self.K:
+            return None, torch.zeros(self.K, device=device)
+        places = self.draw(tokens, device) if self.training else self.cached((tokens, device), lambda: self.draw(tokens, device))
+        samples = places.shape[2]
+        log_count = torch.zeros(self.K + samples, device=device)
+        log_count[self.K :] = math.log((tokens - self.K) / samples)
+        return places, log_count
 
-    def lists(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Top K and sample (B, H, N, K + samples), and the logarithm of how many tokens each rank stands for."""
-        n = q.shape[2]
-        _, index = L.nearest(q.detach(), k.detach(), self.K)
-        if n == self.K:
-            return index, q.new_zeros(self.K)
-        sample = self.sampled(index)
-        log_count = q.new_zeros(self.K + sample.shape[-1])
-        log_count[self.K :] = math.log((n - self.K) / sample.shape[-1])
-        return torch.cat([index, sample], -1), log_count
+    def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
+        """Over lists of the K nearest, then the sample."""
+        places, log_count = self.sample(q.shape[2], q.device)
+        return self.attend(q, k, v, len(log_count), self.scale, bias=log_count, places=places)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         check_neighbors(self.K, q.shape[2])
-        q, k = L.full_precision(q), L.full_precision(k)
-        index, log_count = self.lists(q, k)
-        return self.attend(q, k, v, len(log_count), self.scale, index=index, bias=log_count).out.to(v.dtype)
+        return self.attended(q, k, v).out.to(v.dtype)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, K={self.K}, num_samples={self.num_samples}"

@@ -30,7 +30,11 @@ ALWAYS = ("-std=gnu11", "-O3", "-shared", "-fPIC")
 # The first that the compiler takes. Without OpenMP one thread does all the work.
 OPTIONAL = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ())
 FUNCTIONS = ("nearest", "scan", "others", "bag", "pair_dot", "spread", "factor_gradient", "attend", "attend_gradient")
-POINTERS = ("index", "weight", "factor", "matrix", "turned", "panel", "d_matrix", "bias", "keep", "first", "own", "score", "kept", "chosen")
+POINTERS = (
+    *("index", "weight", "factor", "matrix", "turned", "panel", "d_matrix", "d_blocks", "bias", "keep", "first", "among", "own", "places"),
+    *("score", "kept", "chosen"),
+)
+SIZES = ("B", "H", "N", "M", "D", "E", "F", "K", "A", "S")
 VIEWS = ("rows", "columns", "out", "values", "grad", "d_rows", "d_columns", "d_values")
 MOST_RANKS = 64  # of a list that is selected here: beyond, sorting whole rows is faster
 MOST_KEPT = 256  # rows for each query of a scan: beyond, inserting one after the other takes longer than FAISS's heap
@@ -48,7 +52,7 @@ class Call(ctypes.Structure):
     _fields_ = [
         *((name, View) for name in VIEWS),
         *((name, ctypes.c_void_p) for name in POINTERS),
-        *((name, ctypes.c_int64) for name in ("B", "H", "N", "M", "D", "E", "F", "K", "lists", "threads")),
+        *((name, ctypes.c_int64) for name in (*SIZES, "lists", "threads")),
         ("scale", ctypes.c_float),
     ]
 
@@ -166,14 +170,16 @@ def takes(*tensors: Tensor) -> bool:
 
 def nearest(q: Tensor, k: Tensor, K: int, own: Tensor | None) -> tuple[Tensor, Tensor]:
     """q (B, H, N, D), k (B, H, M, D) to scores and index (B, H, N, K), best first, equals by column; `own` (M,): a row's own column."""
-    (B, H, N, _), M = q.shape, k.shape[2]
+    B, H, N, _ = q.shape
     score, index = q.new_empty(B, H, N, K), torch.empty(B, H, N, K, dtype=torch.int64)
-    column = None
-    if own is not None:
-        here = (own >= 0) & (own < N)
-        column = torch.full((N,), -1).index_put((own[here],), torch.arange(M)[here])
-    call("nearest", rows=q, columns=k, K=K, score=score, chosen=index, own=column)
+    call("nearest", rows=q, columns=k, K=K, score=score, chosen=index, own=None if own is None else places_of(own, N))
     return score, index
+
+
+def places_of(columns: Tensor, N: int) -> Tensor:
+    """Where each of N rows is among columns that are named by their rows; -1 where it is not."""
+    there = (columns >= 0) & (columns < N)
+    return torch.full((N,), -1).index_put((columns[there],), torch.arange(len(columns))[there])
 
 
 def scan(queries: Tensor, rows: Tensor, more: Tensor | None, K: int) -> tuple[Tensor, Tensor]:
@@ -189,7 +195,7 @@ def others(index: Tensor, places: Tensor) -> Tensor:
     """index (B, H, N, K), places (H, N, S) among the columns that are not in a row's list: these columns, (B, H, N, S)."""
     (B, H, N, _), S = index.shape, places.shape[2]
     found = torch.empty(B, H, N, S, dtype=torch.int64)
-    call("others", index=index, own=places, chosen=found)
+    call("others", index=index, places=places, chosen=found)
     return found
 
 
@@ -235,13 +241,21 @@ def attend(
     first: float | None = None,
     keep: Tensor | None = None,
     kernel: Tensor | None = None,
+    among: Tensor | None = None,
+    places: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See layers/lists.py: sums (B, H, N, E or F), the chosen list (empty where it was given), and weights (B, H, N, K)."""
     B, H, N, _ = q.shape
+    if index is None:
+        room, picked = (k.shape[2], K) if among is None else (len(among) - 1, K - 1)
+        picked -= 0 if places is None else places.shape[2]
+        if not 1 <= picked <= room:
+            raise ValueError(f"attend: from 1 to {room} columns can be selected for each row, got {picked}")
     factor, matrix = (kernel, None) if kernel is None or kernel.dim() == 2 else (None, kernel.transpose(0, 1).flatten(1))  # (F, K E)
     out, weight = v.new_empty(B, N, H, v.shape[3] if matrix is None else len(matrix)).transpose(1, 2), q.new_empty(B, H, N, K)
     chosen = torch.empty((B, H, N, K) if index is None else (0,), dtype=torch.int64)
     parts: dict[str, Any] = {"index": index, "bias": bias, "keep": keep, "factor": factor, "matrix": matrix, "score": weight}
+    parts |= {"among": among, "own": None if among is None else places_of(among, N), "places": places}
     parts |= {"chosen": chosen if index is None else None, "first": None if first is None else torch.tensor(first)}
     parts["kept"] = None if keep is None else torch.empty_like(weight)
     call("attend", rows=q, columns=k, values=v, out=out, K=K, scale=scale, **parts)
@@ -288,10 +302,10 @@ def call(name: str, *, K: int | None = None, scale: float = 1.0, **parts: Tensor
         D = of_columns.shape[3]
     E = there["values"].shape[3] if "values" in there else D
     F = next((there[part].shape[3] for part in ("grad", "out") if part in there and "matrix" in there), E)
-    F = there["chosen"].shape[3] if name == "others" else F
+    S, A = (there[part].shape[-1] if part in there else 0 for part in ("places", "among"))
     K = K or there["index"].shape[-1]
     lists = N * K if "index" in there and there["index"].dim() == 4 else 0
-    asked = Call(B=B, H=H, N=N, M=M, D=D, E=E, F=F, K=K, lists=lists, threads=torch.get_num_threads(), scale=scale)
+    asked = Call(B=B, H=H, N=N, M=M, D=D, E=E, F=F, K=K, A=A, S=S, lists=lists, threads=torch.get_num_threads(), scale=scale)
     check_sizes(name, asked, there)
     for part, t in there.items():
         setattr(asked, part, View(t.data_ptr(), *t.stride()[:3]) if part in VIEWS else t.data_ptr())
@@ -303,15 +317,16 @@ def readable(part: str, t: Tensor) -> Tensor:
     """As the C code reads it."""
     if part in VIEWS:
         return t if t.stride(3) == 1 else t.contiguous()
-    return t.long().contiguous() if part in ("index", "own") else t.contiguous()
+    return (t.long() if part in ("index", "own", "among", "places") else t.float()).contiguous()
 
 
 def check_sizes(name: str, asked: Call, parts: dict[str, Tensor]) -> None:
     """The C code believes its sizes: what is too small would be read beyond its end."""
-    B, H, N, M, D, E, F, K = (getattr(asked, size) for size in ("B", "H", "N", "M", "D", "E", "F", "K"))
+    B, H, N, M, D, E, F, K, A, S = (getattr(asked, size) for size in SIZES)
     wanted = {"rows": (B, H, N, D), "columns": (B, H, M, D), "values": (B, H, M, E), "grad": (B, H, N, F), "bias": (N, K), "first": ()}
     wanted |= {"matrix": (F, K * E) if name == "attend" else (K * E, F), "turned": (B, H, F, N), "d_matrix": (F, K * E)}
     wanted |= {"d_rows": (B, H, N, D), "d_columns": (B, H, M, D), "d_values": (B, H, M, E), "own": (N,), "factor": (K, E)}
+    wanted |= {"among": (A,), "places": (H, N, S)}
     wanted |= dict.fromkeys(("index", "weight", "keep", "score", "kept", "chosen"), (B, H, N, K))
     wanted["out"] = (B, H, M, D) if name == "spread" else (B, H, N, F)
     wanted["score"] = (B * H, K, D) if name == "factor_gradient" else (B, H, N, K)
@@ -320,7 +335,7 @@ def check_sizes(name: str, asked: Call, parts: dict[str, Tensor]) -> None:
     if name == "scan":
         wanted["factor"] = (M,)
     if name == "others":
-        wanted |= {"own": (H, N, F), "chosen": (B, H, N, F)}
+        wanted["chosen"] = (B, H, N, S)
     for part, tensor in parts.items():
         if tensor.shape != wanted[part]:
             raise ValueError(f"{name}: {part} must be {wanted[part]}, got {tuple(tensor.shape)}")

@@ -27,32 +27,61 @@ static int conv_rows(const Call *c, int64_t g, int64_t first, int64_t last, floa
   return 0;
 }
 
-// Of a whole group: score[n, r] = the gradient of weight[n, r], and that of the values.
-static int conv_gradient(const Call *c, int64_t g, float *s) {
-  int64_t E = c->E, K = c->K, ld = whole(K * E);
-  const float *values = group(c->values, c, g), *at[R];
-  float *d_values = group(c->d_values, c, g);
-  for (int64_t n = 0; n < c->N; n += R) {
-    for (int64_t r = 0; r < R; r++) at[r] = group(c->grad, c, g) + least(n + r, c->N - 1) * c->grad.row;
-    scores(s, c->panel, at, K * E, c->F);  // the gradients of R rows' neighbors side by side
-    for (int64_t r = 0; r < R && n + r < c->N; r++) {
-      const int64_t *index = list_of(c, g, n + r), list = (g * c->N + n + r) * K;
-      if (outside(index, K, c->M)) return 1;
-      for (int64_t k = 0; k < K; k++) {
-        const float *x = s + r * ld + k * E, *from = values + index[k] * c->values.row;
-        float *to = d_values + index[k] * c->d_values.row, weight = c->kept[list + k], rest = 0;
-        vec total = {0};
-        int64_t e = 0;
-        for (; e + W <= E; e += W) {
-          total += load(x + e) * load(from + e);
-          store(to + e, load(to + e) + weight * load(x + e));
+enum { BLOCK = 2 * W };  // channels of a gradient at a time: blocks of one group are work for several cores
+
+static int64_t blocks_of(const Call *c) { return (c->E + BLOCK - 1) / BLOCK; }
+
+// The matrix of a gradient in these blocks, packed: column k width + l of a block is its channel l of rank k, the last channel again beyond
+// the end of the last block.
+static float *packed_in_blocks(const Call *c) {
+  int64_t E = c->E, K = c->K, F = c->F;
+  float *panel = malloc(blocks_of(c) * K * BLOCK * F * sizeof(float));
+  int64_t *which = malloc(K * BLOCK * sizeof(int64_t));
+  for (int64_t e = 0; panel && which && e < E; e += BLOCK) {
+    int64_t width = whole(least(BLOCK, E - e));
+    for (int64_t j = 0; j < K * width; j++) which[j] = j / width * E + least(e + j % width, E - 1);
+    pack(panel + e * K * F, c->matrix, F, which, K * width, F);
+  }
+  if (which) return free(which), panel;
+  return free(panel), NULL;
+}
+
+// Gradients of the values' channels first to last, and what these channels add to the gradient of weight[n, r]: one sum for each block.
+static int conv_gradient(const Call *c, int64_t g, int64_t first, int64_t last, float *s) {
+  int64_t N = c->N, K = c->K, F = c->F;
+  const float *at[R];
+  for (int64_t e = first; e < last; e += BLOCK) {
+    int64_t count = least(BLOCK, last - e), width = whole(count);
+    const float *values = group(c->values, c, g) + e;
+    float *d_values = group(c->d_values, c, g) + e, *sums = c->d_blocks + (e / BLOCK * c->B * c->H + g) * N * K;
+    for (int64_t n = 0; n < N; n += R) {
+      for (int64_t r = 0; r < R; r++) at[r] = group(c->grad, c, g) + least(n + r, N - 1) * c->grad.row;
+      scores(s, c->panel + e * K * F, at, K * width, F);  // the gradients of these channels of R rows' neighbors side by side
+      for (int64_t r = 0; r < R && n + r < N; r++) {
+        const int64_t *index = list_of(c, g, n + r);
+        if (outside(index, K, c->M)) return 1;
+        for (int64_t k = 0; k < K; k++) {
+          const float *x = s + (r * K + k) * width;
+          float *to = d_values + index[k] * c->d_values.row, weight = c->kept[(g * N + n + r) * K + k];
+          sums[(n + r) * K + k] = dot(x, NULL, values + index[k] * c->values.row, count);
+          int64_t l = 0;
+          for (; l + W <= count; l += W) store(to + l, load(to + l) + weight * load(x + l));
+          for (; l < count; l++) to[l] += weight * x[l];
         }
-        for (; e < E; e++) rest += x[e] * from[e], to[e] += weight * x[e];
-        c->score[list + k] = sum(total) + rest;
       }
     }
   }
   return 0;
+}
+
+// score[n, r] = the gradient of weight[n, r]: what the blocks have, in their order.
+static void sum_of_blocks(const Call *c, int64_t g, int64_t first, int64_t last) {
+  int64_t all = c->B * c->H * c->N * c->K;
+  for (int64_t i = (g * c->N + first) * c->K; i < (g * c->N + last) * c->K; i++) {
+    float total = 0;
+    for (int64_t b = 0; b < blocks_of(c); b++) total += c->d_blocks[b * all + i];
+    c->score[i] = total;
+  }
 }
 
 // d_matrix[f, j] = sum over all rows n of all groups of grad[n, f] (weight values)[n, j], for channels j of laid-out neighbors from first

@@ -79,13 +79,16 @@ typedef struct {
   const float *matrix;      // (F, K E), a matrix for each rank, which makes F channels of E; for gradients (K E, F)
   const float *turned;      // (B H, F, N), the gradient with its channels first
   float *panel, *d_matrix;  // the matrix packed; its gradient (F, K E)
+  float *d_blocks;          // gradients of the weights, a sum for each block of channels (blocks, B H, N, K)
   const float *bias;        // (N, K), added to scaled scores; or none
   const float *keep;        // (B H, N, K): what dropout multiplies weights by; or none
   const float *first;       // the scaled score of rank 0, whatever its product; or none
-  const int64_t *own;       // (N): the column that is the row itself, which it must not select, or -1; or none
+  const int64_t *among;     // (A): the columns that are selected from; or none: all
+  const int64_t *own;       // (N): where the row itself is among them, or -1: it must not select itself; or none
+  const int64_t *places;    // (H, N, S): of the columns outside a row's list, those that follow it; the same for all images; or none
   float *score, *kept;      // (B H, N, K), written: scores or weights; weights after dropout
   int64_t *chosen;          // (B H, N, K), written
-  int64_t B, H, N, M, D, E, F, K, lists, threads;
+  int64_t B, H, N, M, D, E, F, K, A, S, lists, threads;
   float scale;
 } Call;
 
@@ -152,14 +155,18 @@ INLINE void turn(float *to, int64_t width, const float *const *from) {
   _Pragma("GCC unroll 16") for (int i = 0; i < W; i++) store(to + i * width, x[i]);
 }
 
-// Columns to panels of C vectors of columns (the last one narrower), each panel (D, width): what a tile reads lies side by side.
-static void pack(float *panel, const float *x, int64_t row, int64_t M, int64_t D) {
+// M columns (those that `which` names, or none: all) to panels of C vectors of columns (the last one narrower), each panel (D, width): what
+// a tile reads lies side by side.
+static void pack(float *panel, const float *x, int64_t row, const int64_t *which, int64_t M, int64_t D) {
   for (int64_t j = 0; j < whole(M); j += C * W) {
     int64_t width = least(C * W, whole(M) - j);
     for (int64_t c = 0; c < width; c += W) {  // a vector of columns at once, the last one again where there are fewer
       const float *from[W];
       float *to = panel + j * D + c;
-      for (int i = 0; i < W; i++) from[i] = x + least(j + c + i, M - 1) * row;
+      for (int i = 0; i < W; i++) {
+        int64_t column = least(j + c + i, M - 1);
+        from[i] = x + (which ? which[column] : column) * row;
+      }
       int64_t d = 0;
       for (; d + W <= D; d += W) {
         turn(to + d * width, width, from);
@@ -192,4 +199,14 @@ static void scores(float *s, const float *panel, const float *const *row, int64_
       default: tile(C, s + j, ld, panel + j * D, row, D);
     }
   }
+}
+
+// The sum over channels of x factor y; factor or none: 1.
+INLINE float dot(const float *x, const float *factor, const float *y, int64_t D) {
+  vec total = {0};
+  float rest = 0;
+  int64_t d = 0;
+  for (; d + W <= D; d += W) total += (factor ? load(factor + d) * load(x + d) : load(x + d)) * load(y + d);
+  for (; d < D; d++) rest += x[d] * (factor ? factor[d] : 1) * y[d];
+  return sum(total) + rest;
 }

@@ -45,6 +45,15 @@ def check_neighbors(config: Config, data: Data) -> None:
         raise BadOption("neighbor_sample", f"must leave at least k_train + 2 ({least}) of the bank's {rows} rows", rate)
 
 
+def check_learns(config: Config, head: torch.nn.Module) -> None:
+    """A head that is trained alone, by itself or after its backbone, needs something to learn."""
+    if any(parameter.requires_grad for parameter in head.parameters()):
+        return
+    for name, alone in {"freeze_backbone": config.model.freeze_backbone, "head_epochs": config.training.head_epochs}.items():
+        if alone:
+            raise BadOption(name, f"needs a head that learns: {config.head.head} has no parameters", alone)
+
+
 def warn_of_copies(config: Config, data: Data) -> None:
     """Rows that are exactly the same as others, within and between splits."""
     counts, keep = data.summary["duplicates"], config.data.keep_duplicates

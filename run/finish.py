@@ -25,7 +25,7 @@ from inputs import files, store
 from inputs.batches import AnyBatches
 from inputs.rows import Data
 from ranks import here
-from run.checks import check_evaluation, warn_of_known_rows
+from run.checks import check_evaluation, check_learns, warn_of_known_rows
 from run.directory import ERROR, FLAT, RESULTS, RunDirectory, files_of, list_files
 from run.head_alone import FACT, finish_head, load_best
 from run.parts import Kept, build_model, dry_run, foreign_rows, input_shape, loader, loaders
@@ -62,6 +62,7 @@ class Parts:
         check_processes(config, device)
         with doing("building the model"):
             model = build_model(config, data, device, trained=weights is not None)
+            check_learns(config, model.head)
             if weights is not None:
                 model.load_state_dict(weights)  # a frozen backbone is asked for its features before the loop loads the rest
             gflops = dry_run(model, data, config, device)
@@ -120,7 +121,8 @@ def _finish(
 
         def write() -> dict[str, Any]:
             groups, fitted = groups_of(evaluator)
-            store.save(checkpoints.best, ChainMap({**tensors, **groups}, pieces), {**facts, **bank_facts, **fitted}, directory)
+            whole = {**facts, "seconds": place.seconds, **bank_facts, **fitted}  # all of training, as in results.json: a test repeats it
+            store.save(checkpoints.best, ChainMap({**tensors, **groups}, pieces), whole, directory)
             return _written(evaluator, parts, directory, tracker, place, facts.get(FACT))
 
         def hand_over() -> dict[str, Any]:

@@ -213,11 +213,28 @@ def test_a_bank_of_a_trained_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ("bench loop --threads 0", "--threads must be a whole number of at least 1"),
         ("bench loop --clock sun", "--clock must be one of wall, cpu"),
         ("bench bank --checkpoint none", "--checkpoint must be a run or a checkpoint that exists"),
+        ("bench data --quick --rounds 1 --checkpoint none", "--checkpoint must be a run or a checkpoint that exists"),
+        ("bench data --quick --rounds 1 --json folder", "--json must be a file, and names a directory"),
+        ("bench data --quick --rounds 1 --json file/data.json", "--json must be a directory that can be written"),
+        ("bench data --quick --rounds 1 --output_dir file", "--output_dir must be a directory that can be written"),
     ],
 )
 def test_what_is_refused(
     words: str, line: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And before anything is measured."""
     monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("file").touch()
     assert main(words.split()) == 2
-    assert line in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert line in shown.err
+    assert "|" not in shown.out
+
+
+def test_a_flag_of_another_part_is_said_to_be_ignored(capsys: pytest.CaptureFixture[str]) -> None:
+    bench.tell_unused(bench.Typed("data", None, "wall", "cpu", None, "65", "float32", None, None, None, None, None, True))
+    assert capsys.readouterr().err == "ignored because of data: --tokens, --dtypes\n"
+    bench.tell_unused(bench.Typed("all", None, "wall", "cpu", None, "65", "float32", None, None, None, None, None, True))
+    bench.tell_unused(bench.Typed("models", None, "wall", "cpu", None, None, "float32", None, "4", None, None, None, True))
+    assert not capsys.readouterr().err

@@ -12,8 +12,9 @@ def test_the_sample_is_outside_the_top_k_and_without_repeats() -> None:
     layer = build("SampledKnnAttention(K=5, num_samples=11)")
     q, k = torch.randn(2, 2, 3, TOKENS, 22)
     for training in (True, False):
-        index, log_count = layer.train(training).lists(q, k)
+        index = layer.train(training).attended(q, k, k).lists
         assert index.shape == (2, 3, TOKENS, 16)
+        _, log_count = layer.sample(TOKENS, q.device)
         assert log_count.exp().sum().item() == pytest.approx(TOKENS)
         best = (q @ k.transpose(-1, -2)).topk(5).indices
         assert torch.equal(index[..., :5], best)
@@ -27,9 +28,9 @@ def test_every_other_token_is_drawn_as_often() -> None:
     torch.manual_seed(0)
     drawn = torch.zeros(3, TOKENS, TOKENS)
     for _ in range(400):
-        index = layer.lists(q, k)[0][0, ..., 5:]
+        index = layer.attended(q, k, k).lists[0, ..., 5:]
         drawn.scatter_add_(2, index, torch.ones_like(index, dtype=torch.float))
-    best = layer.lists(q, k)[0][0, ..., :5]
+    best = layer.attended(q, k, k).lists[0, ..., :5]
     assert (drawn.gather(2, best) == 0).all()
     others = drawn[drawn > 0] / 400  # each of 32 others in 8 / 32 of the draws, +- 0.022
     assert len(others) == 3 * TOKENS * 32
@@ -56,9 +57,7 @@ def test_weights_by_hand() -> None:
     """Five equal scores, K = 2, one sample that stands for three: 1/5, 1/5, 3/5."""
     layer = SampledKnnAttention(4, 1, K=2, num_samples=1)
     zeros = torch.zeros(1, 1, 5, 4)
-    index, log_count = layer.lists(zeros, zeros)
-    weight = layer.attend(zeros, zeros, zeros, 3, 1.0, index=index, bias=log_count).weight
-    assert_same(weight, torch.tensor([0.2, 0.2, 0.6]).expand(1, 1, 5, 3), 1e-6)
+    assert_same(layer.attended(zeros, zeros, zeros).weight, torch.tensor([0.2, 0.2, 0.6]).expand(1, 1, 5, 3), 1e-6)
 
 
 def test_eval_draws_are_fixed_and_do_not_move_the_training_draws() -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,37 +12,15 @@ from torch import Tensor
 
 import native
 from layers import kernels, lists
+from tests.native.reference import SIZES, assert_near, heads, random
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="no C compiler here")
 
 ROOT = Path(__file__).parent.parent.parent
-SIZES = [  # B, H, N, M, D, K
-    (2, 3, 1, 1, 8, 1), (2, 3, 5, 5, 20, 5), (1, 2, 17, 17, 1, 3), (3, 1, 65, 65, 32, 9), (1, 3, 197, 197, 64, 9),
-    (2, 1, 33, 197, 80, 16), (1, 1, 197, 33, 8, 33), (1, 1, 1025, 1025, 20, 33), (5, 3, 7, 65, 64, 1), (1, 2, 3, 101, 13, 64),
-]  # fmt: skip
-
-
-@pytest.fixture(params=[1, 2, 3], ids="{0} threads".format)
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 SCANS = [  # Q, M, D, K
     (1, 1, 1, 1), (9, 5, 8, 5), (7, 389, 20, 9), (23, 1537, 32, 16), (65, 997, 64, 64), (3, 4001, 80, 21), (17, 769, 256, 16),
     (5, 401, 3, 100),
 ]  # fmt: skip
-
-
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def heads(B: int, H: int, N: int, D: int, seed: int) -> Tensor:
-    """(B, H, N, D) as a projection leaves it: heads side by side, among those of queries and keys."""
-    return random(B, N, 3, H, D, seed=seed).permute(2, 0, 3, 1, 4)[seed % 3]
 
 
 def brute(q: Tensor, k: Tensor, K: int) -> tuple[Tensor, Tensor]:
@@ -83,86 +59,6 @@ def test_sums_over_neighbors(size: tuple[int, ...]) -> None:
         assert_near(native.spread(x, index, weight, M, f), onto)
     gradient = (weight.double()[..., None] * x.double()[..., None, :] * of_list).sum((0, 1, 2))
     assert_near(native.factor_gradient(x, y, index, weight), gradient)
-
-
-ATTENDED = [size for size in SIZES if size[3] >= size[5]]
-
-
-@pytest.mark.parametrize("kind", ["nearest", "given", "shared, with a bias", "first"])
-@pytest.mark.parametrize("size", ATTENDED, ids=str)
-def test_attention_over_lists(size: tuple[int, ...], kind: str, threads: int) -> None:
-    """Sums, weights and all gradients against float64, with and without dropout and factors; values have a width of their own."""
-    B, H, N, M, D, K = size
-    given = None if kind == "nearest" else random(B, H, N, M, seed=5).argsort(-1)[..., :K]
-    index = given[0, 0] if given is not None and kind == "shared, with a bias" else given
-    bias = random(N, K, seed=6) if kind == "shared, with a bias" else None
-    if bias is not None and K > 1:
-        bias[0, 1] = -torch.inf
-    for dropout, factors in ((False, ()), (True, (D + 3,)), (True, (5, D + 3))):
-        keep = (random(B, H, N, K, seed=7) > 0).float() * 2 if dropout else None
-        ours = [heads(B, H, n, d, s).clone().requires_grad_() for s, (n, d) in enumerate(((N, D), (M, D), (M, D + 3)))]
-        ours += [random(K, *factors, seed=3).requires_grad_()] if factors else []
-        exact = [t.detach().double().requires_grad_() for t in ours]
-        options: dict[str, Any] = {"index": index, "first": 1.0 if kind == "first" else None}
-        found = lists.attend(ours[0], ours[1], ours[2], K, 0.3, keep=keep, bias=bias, kernel=ours[3] if factors else None, **options)
-        if index is None:  # in float32 two scores may change places
-            options["index"] = found.lists
-            torch.testing.assert_close(found.lists, native.nearest(ours[0], ours[1], K, None)[1])
-        parts = {"keep": keep, "bias": bias, "kernel": exact[3] if factors else None}
-        of_double: dict[str, Any] = {name: t if t is None else t.double() for name, t in parts.items()}
-        wanted = lists.attend(exact[0], exact[1], exact[2], K, 0.3, **of_double, **options)
-        assert_near(found.out, wanted.out)
-        torch.testing.assert_close(found.weight.double(), wanted.weight, atol=2e-6, rtol=2e-5)
-        grad = random(*found.out.shape, seed=8)
-        of_ours, of_exact = torch.autograd.grad(found.out, ours, grad), torch.autograd.grad(wanted.out, exact, grad.double())
-        for one, other in zip(of_ours, of_exact, strict=True):
-            assert_near(one, other)
-
-
-def test_a_gradient_of_the_gradient_is_that_of_the_pieces() -> None:
-    q, k, v = (heads(1, 2, 7, 4, seed).double().requires_grad_() for seed in range(3))
-    assert torch.autograd.gradgradcheck(lambda q, k, v: lists.attend(q, k, v, 3, 0.5).out, (q, k, v), fast_mode=True)
-
-
-@pytest.mark.parametrize("uses", ["weight", "out and weight"])
-def test_weights_have_a_gradient_too(uses: str) -> None:
-    ours = [heads(1, 2, 7, 4, seed).clone().requires_grad_() for seed in range(3)]
-    exact = [t.detach().double().requires_grad_() for t in ours]
-    found = lists.attend(ours[0], ours[1], ours[2], 3, 0.5)
-    wanted = lists.composed(exact[0], exact[1], exact[2], found.lists, 3, 0.5, None, None, None, None)
-    factor = random(1, 2, 7, 3, seed=4)
-
-    def gradients(attended: lists.Attended, inputs: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
-        loss = (attended.weight * factor.to(attended.weight.dtype)).sum() + (attended.out.sum() if "out" in uses else 0)
-        return torch.autograd.grad(loss, inputs, allow_unused=True)
-
-    assert not found.lists.requires_grad
-    for one, other in zip(gradients(found, ours), gradients(wanted, exact), strict=True):
-        assert (one is None) == (other is None)
-        if one is not None and other is not None:
-            assert_near(one, other)
-
-
-def test_what_has_no_gradient_is_not_silently_frozen() -> None:
-    q, k, v = (heads(1, 2, 7, 4, seed) for seed in range(3))
-    with pytest.raises(ValueError, match="bias and keep have no gradient"):
-        lists.attend(q, k, v, 3, 0.5, bias=torch.zeros(3, requires_grad=True))
-
-
-def test_what_is_no_number_stays_in_its_row() -> None:
-    q, k, v = (heads(1, 2, 11, 8, seed).clone() for seed in range(3))
-    clean = native.attend(q, k, v, None, 3, 0.5)
-    q[0, 1, 4, 2] = torch.nan
-    found = native.attend(q, k, v, None, 3, 0.5)
-    assert found[2][0, 1, 4].isnan().all()
-    for before, after in zip(clean, found, strict=True):
-        after[0, 1, 4] = before[0, 1, 4]
-        assert torch.equal(before, after)
-
-
-def assert_near(found: Tensor, wanted: Tensor) -> None:
-    scale = float(wanted.detach().abs().max()) + 1
-    torch.testing.assert_close(found.double(), wanted, atol=2e-5 * scale, rtol=0)
 
 
 def test_whatever_the_number_of_threads_the_numbers_are_the_same() -> None:
@@ -275,6 +171,8 @@ def test_an_index_outside_is_an_error_and_no_crash(wrong: int) -> None:
         lambda: native.spread(x, index, weight, 13),
         lambda: native.pair_dot(x, y, index),
         lambda: native.factor_gradient(x, y, index, weight),
+        lambda: native.attend(y, y, y, None, 2, 1.0, among=torch.tensor([0, 1, wrong])),
+        lambda: native.attend(x, y, y, None, 3, 1.0, places=torch.tensor([[[0], [wrong]]])),
     ):
         with pytest.raises(IndexError, match="outside of the 13 columns"):
             call()
@@ -294,12 +192,23 @@ def test_sizes_that_do_not_fit_are_an_error_and_no_read_beyond_the_end() -> None
         lambda: native.attend(x, y, y, index, 4, 1.0, bias=torch.ones(4, 5)),
         lambda: native.attend(x, y, y, index, 4, 1.0, keep=weight[:1]),
         lambda: native.attend(x, y, y, index[0, 0], 3, 1.0),
+        lambda: native.attend(x, y, y, None, 3, 1.0, places=torch.zeros(3, 4, 1).long()),
+        lambda: native.attend(x, y, y, None, 3, 1.0, places=torch.zeros(3, 5, 1, 1).long()),
         lambda: native.attend_gradient(x[..., :7], x, y, y, index, weight, 1.0, False),
         lambda: native.scan(x[0, 0], y[0, 0], torch.ones(6), 3),
         lambda: native.scan(x[0, 0], y[0, 0, :, :5], None, 3),
     ):
         with pytest.raises(ValueError, match=r" must be \(.*\), got \("):
             call()
+
+
+@pytest.mark.parametrize("K", [0, 14])
+def test_more_columns_than_there_are_can_not_be_selected(K: int) -> None:
+    x = torch.ones(1, 1, 13, 4)
+    with pytest.raises(ValueError, match=f"^attend: from 1 to 13 columns can be selected for each row, got {K}$"):
+        native.attend(x, x, x, None, K, 1.0)
+    with pytest.raises(ValueError, match=f"^attend: from 1 to 12 columns can be selected for each row, got {K}$"):
+        native.attend(x, x, x, None, K + 1, 1.0, among=torch.arange(13))
 
 
 @pytest.mark.parametrize("depthwise", [True, False])
@@ -315,8 +224,10 @@ def test_the_operators_announce_what_they_return_of_images_too(depthwise: bool) 
         (kernels.spread, (q, index, weight, M)),
         (kernels.pair_dot, (q, k, index)),
         (kernels.rank_conv, (k, index, weight, kernel)),
-        (lists._attend, (q, k, k, None, K, 0.3, None, None, None, kernel)),
-        (lists._attend, (q, k, k, index, K, 0.3, torch.zeros(N, K), 1.0, torch.ones_like(weight), None)),
+        (lists._attend, (q, k, k, None, K, 0.3, None, None, None, kernel, None, None)),
+        (lists._attend, (q, k, k, index, K, 0.3, torch.zeros(N, K), 1.0, torch.ones_like(weight), None, None, None)),
+        (lists._attend, (q, q, q, None, K, 0.3, None, 1.0, None, None, torch.tensor([0, 2, 4]), None)),
+        (lists._attend, (q, k, k, None, K, 0.3, None, None, None, None, None, torch.zeros(H, N, 1).long())),
     ]:
         torch.library.opcheck(op, inputs, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
 

@@ -16,7 +16,7 @@ from inputs import store
 from run.complete import complete
 from run.run import run as start
 from tests.run.test_run import TINY, assert_same
-from utils import Diverged, Stopped
+from utils import BadOption, Diverged, Stopped
 
 SMALL: dict[str, Any] = {**TINY, "head": "attn-knn", "embed_dim": 8, "k_train": 5, "num_epochs": 2, "val_fraction": 0.3, "head_epochs": 4}
 
@@ -70,6 +70,7 @@ def test_results_are_those_of_the_head_that_was_kept(runs: Path) -> None:
     again = start({"output_dir": str(runs / "again")}, Action(test_only=True, checkpoint=str(runs / "kept")))
     assert again["test"] == found["test"]
     assert again["about"]["head_alone"] == found["about"]["head_alone"]
+    assert again["about"]["seconds"] == found["about"]["seconds"] > found["about"]["head_alone"]["seconds"]  # of training, to its end
 
 
 @pytest.mark.parametrize("stage", ["learning", "learned"])
@@ -128,3 +129,34 @@ def test_the_default(options: dict[str, Any], epochs: int) -> None:
 def test_a_linear_head_may_too(tmp_path: Path) -> None:
     found = start({**TINY, "num_epochs": 1, "head_epochs": 2, "output_dir": str(tmp_path / "run")}, Action())
     assert found["about"]["head_alone"]["epochs"] == 2
+
+
+NOTHING = """
+import torch
+from torch.nn.functional import cross_entropy, log_softmax
+from classifiers import HEADS, Head
+
+@HEADS.register("fixed")
+class Fixed(Head):
+    def __init__(self, num_features, num_classes):
+        super().__init__()
+        self.register_buffer("way", torch.eye(num_classes, num_features))
+
+    def forward(self, features):
+        return log_softmax(features @ self.way.T, 1)
+
+    def loss(self, features, target, index):
+        return {"cross_entropy": cross_entropy(features @ self.way.T, target)}
+"""
+
+
+def test_a_head_that_has_nothing_to_learn_is_not_trained_alone(tmp_path: Path) -> None:
+    """Which is found before its backbone is trained, not after it."""
+    plugin = tmp_path / "fixed.py"
+    plugin.write_text(NOTHING)
+    given = {**TINY, "plugin": str(plugin), "head": "fixed", "num_epochs": 1, "head_epochs": 0}
+    assert "head_alone" not in start({**given, "output_dir": str(tmp_path / "run")}, Action())["about"]
+    for alone, flag in ({"head_epochs": 2}, "head_epochs"), ({"freeze_backbone": True}, "freeze_backbone"):
+        with pytest.raises(BadOption, match=f"{flag} needs a head that learns: fixed has no parameters"):
+            start({**given, **alone, "output_dir": str(tmp_path / "refused")}, Action())
+        assert not (tmp_path / "refused").exists()

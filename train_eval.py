@@ -41,7 +41,7 @@ def train(
     resume: bool = False,
 ) -> Place:
     """Trains up to epoch `until`, keeping checkpoints/last (to resume from) and checkpoints/best (by validation)."""
-    state = TrainingState(config, model, len(train_set), train_set.device)
+    state = begun(config, model, train_set)
     if resume:
         state.load(checkpoints)
     place, patience = state.place, config.training.patience
@@ -96,7 +96,7 @@ def train_head(config: Config, model: Classifier, train_set: AnyBatches, val_set
     moving = [parameter for parameter in model.backbone.parameters() if parameter.requires_grad]
     for parameter in moving:
         parameter.requires_grad_(False)
-    state = TrainingState(config.but(**alone), model, len(train_set), train_set.device)
+    state = begun(config.but(**alone), model, train_set)
     refresher = BankRefresher(state, train_set.plain(), config.head.memory_update_freq)
     for _ in range(epochs):
         for group in grouped(train_set, state.place, 1):
@@ -107,6 +107,13 @@ def train_head(config: Config, model: Classifier, train_set: AnyBatches, val_set
     for parameter in moving:
         parameter.requires_grad_(True)
     return evaluate(model, val_set) if val_set else None
+
+
+def begun(config: Config, model: Classifier, train_set: AnyBatches) -> TrainingState:
+    """Where a training begins; of several processes, the same in each, and the gradients of their losses will be averaged."""
+    state = TrainingState(config, model, len(train_set), train_set.device)
+    state.loss = here().wrapped(state.loss)
+    return state
 
 
 def step(state: TrainingState, group: list[Batch]) -> None:

@@ -40,7 +40,6 @@ from ranks import here, together
 from run.complete import complete
 from run.parts import build_model, loader
 from training.bank import BankRefresher
-from training.state import TrainingState
 
 CPU = torch.device("cpu")
 FAKE = "fake(train=256, test=10, size=32)"
@@ -63,7 +62,7 @@ class Training:
         train_set = loader(config, data, "train", CPU)
         assert train_set is not None
         self.model = build_model(config, data, CPU)
-        self.state = TrainingState(config, self.model, len(train_set), CPU)
+        self.state = train_eval.begun(config, self.model, train_set)
         BankRefresher(self.state, train_set.plain(), 1.0).for_training()
         self.batches: list[Batch] = list(train_set.epoch(0))[:most]
 

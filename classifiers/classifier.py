@@ -17,7 +17,6 @@ from inputs.rows import Batch
 from layers.dropout import drop_by_rows
 from layers.functional import full_precision
 from layers.linear import speed_up_linear
-from ranks import here
 from utils import Diverged, wrong_return
 
 
@@ -66,11 +65,7 @@ class Classifier(nn.Module):
     def of_rows(self, rows: AnyBatches, answer: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """The features of all rows in their order, (N, F), or what `answer` makes of them, batch by batch."""
         self.eval()
-        parts = []
-        for batch in rows.epoch():
-            features = self.features(batch)
-            parts.append((features if answer is None else answer(features))[: len(batch)])
-        return without_nan(here().gathered(parts))
+        return without_nan(rows.answers(lambda batch: self.features(batch) if answer is None else answer(self.features(batch))))
 
     @torch.no_grad()
     def predict(self, x: Tensor, *, calibrated: bool = True) -> Tensor:

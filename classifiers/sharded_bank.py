@@ -11,18 +11,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from classifiers.bank import PACKED, Bank
+from classifiers.classifier import require_no_nan
+from classifiers.heads import Head
 from classifiers.index import MISSING, Neighbors, blocks, checked_rows, excluded, ordered, rows_of
 from ranks import here
 from utils import BadOption
 
 AT_ONCE = 1024  # queries whose neighbors' embeddings are held at once
 PIECE = 64 << 20  # bytes of embeddings that one process gets of all others at a time
+
+
+def in_parts(head: Head) -> bool:
+    """Whether each process keeps its part of the head's bank only."""
+    return head.wants_bank and head.shard_bank and here().world > 1
 
 
 class ShardedBank(Bank):
@@ -36,6 +44,24 @@ class ShardedBank(Bank):
         self._own, self._labels, self._size = own, labels, len(labels) if size is None else size
         world = here().world
         self._bounds = torch.tensor([len(labels) * rank // world for rank in range(world + 1)])  # as here().part has them
+
+    @classmethod
+    def of(cls, stream: Iterator[tuple[Tensor, Tensor]], labels: Tensor, options: Mapping[str, Any]) -> ShardedBank:
+        """Of the rows that this process embeds, in blocks (ids, embeddings). `labels`: of all rows. `options` of a bank."""
+        lost = 0.0
+
+        def finite() -> Iterator[tuple[Tensor, Tensor]]:
+            nonlocal lost
+            for numbers, embeddings in chain([first], stream):
+                lost += int((~embeddings.isfinite()).any(1).sum())
+                yield numbers, embeddings.nan_to_num(0, 0, 0)
+
+        first = next(stream)  # also where there are fewer rows than processes: one that counts as none
+        own = Bank(first[1].shape[1], **options)
+        ids = torch.arange(len(labels))[here().part(len(labels))]
+        own.refresh(labels[ids], ids, finite())
+        require_no_nan(int(here().summed({"rows": lost})["rows"]), len(labels))  # said by all, or others would wait for who says it
+        return cls(own, labels)
 
     @property
     def own(self) -> Bank:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -77,6 +77,23 @@ class AnyBatches(ABC):
     @abstractmethod
     def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         """Epoch `epoch` from batch `start` on."""
+
+    # ------------------------------------------------ what a model makes of them
+
+    def answers(self, answer: Callable[[Batch], Tensor]) -> Tensor:
+        """What `answer` makes of each batch, of all rows in their order. Each of several processes answers for its part."""
+        return here().gathered(answer(batch)[: len(batch)] for batch in self.epoch())
+
+    def blocks(self, answer: Callable[[Batch], Tensor], epoch: int = 0) -> Iterable[tuple[Tensor, Tensor]]:
+        """The same, block by block, with the row numbers: in whatever order the epoch has them."""
+        return here().blocks(self.own_blocks(answer, epoch))
+
+    def own_blocks(self, answer: Callable[[Batch], Tensor], epoch: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Only those that this process answers for. There is a first one also where it has no row."""
+        for batch in self.epoch(epoch):
+            yield batch.index[: len(batch)].cpu(), answer(batch)[: len(batch)]
+
+    # ------------------------------------------------ how they are seen
 
     @abstractmethod
     def check_view(self, view: int) -> None:

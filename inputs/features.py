@@ -92,9 +92,9 @@ class Features:
     @torch.no_grad()
     def _computed(self, images: Batches, plain: Tensor | None, epoch: int) -> Tensor:
         if plain is None:
-            return here().gathered([self.embed(batch)[: len(batch)] for batch in images.epoch()])
+            return images.answers(self.embed)
         found = plain.clone()
-        for numbers, rows in here().blocks([(batch.index[: len(batch)], self.embed(batch)[: len(batch)]) for batch in images.epoch(epoch)]):
+        for numbers, rows in images.blocks(self.embed, epoch):
             found[numbers] = rows
         return found
 

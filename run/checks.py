@@ -13,8 +13,8 @@ from classifiers import HEADS
 from classifiers.index import kept
 from config import Config
 from inputs.rows import Data
-from ranks import here
 from run.directory import check_writable
+from run.shared import check_shards
 from training.bank import order_in_bank
 from utils import BadOption, options_of, say, warn, whole_numbers
 
@@ -52,35 +52,6 @@ def check_learns(config: Config, head: torch.nn.Module) -> None:
     for name, alone in {"freeze_backbone": config.model.freeze_backbone, "head_epochs": config.training.head_epochs}.items():
         if alone:
             raise BadOption(name, f"needs a head that learns: {config.head.head} has no parameters", alone)
-
-
-def check_processes(config: Config, device: torch.device) -> None:
-    """What several processes can't share."""
-    world = here().world
-    if world > 1 and config.training.batch_size < 2 * world:
-        rule = f"is of all processes together, and must be at least 2 rows for each of the {world}"
-        raise BadOption("batch_size", rule, config.training.batch_size)
-    if world > 1 and device.type == "mps":
-        raise BadOption("device", f"must be cpu or cuda: {world} processes can't share an Apple GPU", "mps")
-
-
-def check_shards(config: Config, data: Data, typed: frozenset[str]) -> None:
-    """What a bank in parts can't do."""
-    world, options = here().world, config.head
-    if not options.shard_bank or not HEADS[options.head].wants_bank:
-        return
-    if world == 1:
-        if "shard_bank" in typed:
-            say("shard_bank: one process, which holds all rows (torchrun starts several)")
-        return
-    if options.bank_cap:
-        raise BadOption("bank_cap", "needs all rows in each process, to tell which leave; without --shard_bank it works", options.bank_cap)
-    if config.evaluation.continual:
-        raise BadOption("continual", "needs all rows in one process, which others join; without --shard_bank it works", True)
-    asked = [k for name in ("k_eval", "k_ensemble") for k in whole_numbers(name, getattr(config.evaluation, name))]
-    least, k = len(data.train) // world, max(options.k_train, *asked, 1)
-    if least < k:
-        raise BadOption("shard_bank", f"leaves a process {least} of {len(data.train)} rows, fewer than the {k} neighbors of a query", True)
 
 
 def warn_of_copies(config: Config, data: Data) -> None:

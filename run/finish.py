@@ -25,13 +25,14 @@ from inputs import files, store
 from inputs.batches import AnyBatches
 from inputs.rows import Data
 from ranks import here
-from run.checks import check_evaluation, check_learns, check_processes, warn_of_known_rows
-from run.directory import ERROR, FLAT, RunDirectory, files_of, list_files
+from run.checks import check_evaluation, check_learns, warn_of_known_rows
+from run.directory import ERROR, FLAT, RESULTS, RunDirectory, files_of, list_files
 from run.head_alone import FACT, finish_head, load_best
-from run.parts import Kept, build_model, dry_run, foreign_rows, input_shape, loader, loaders, warn_of_own_draws
+from run.parts import Kept, build_model, dry_run, foreign_rows, input_shape, loader, loaders
 from run.prepare import calibration_mode, groups_of, prepare
 from run.provenance import git_state, versions
 from run.saved import run_of
+from run.shared import check_processes, warn_of_own_draws
 from train_eval import train
 from training import checkpoint
 from training.bank import collapse, spread_of
@@ -149,6 +150,20 @@ def _written(evaluator: Evaluator, parts: Parts, directory: RunDirectory, tracke
     tell_results(tracker, Results(scores_of(row), flags.effective(config), {"curves": picture}, table))
     print(table)
     return results
+
+
+def finish_test(evaluator: Evaluator, parts: Parts, where: Path, facts: Mapping[str, Any], val: dict[str, float] | None) -> dict[str, Any]:
+    """What a test finds, in `where`; the table, printed. `facts` of its checkpoint."""
+    evaluator.look()
+
+    def write() -> dict[str, Any]:
+        results = measure(evaluator, parts, where, epoch=facts["epoch"], seconds=facts.get("seconds", 0.0), val=val, alone=facts.get(FACT))
+        store.write_json(where / RESULTS, results)
+        write_row(where, results)
+        print(tables.table(results, where / RESULTS))
+        return results
+
+    return here().only_first(write, dict)
 
 
 def write_row(where: Path, results: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from classifiers import HEADS
 from classifiers.bank import Bank
 from classifiers.classifier import Classifier
 from classifiers.predictors import Predictor
+from classifiers.sharded_bank import in_parts
 from config import Config
 from evaluation.baselines import calibrated_form, own_name
 from inputs.rows import Data
@@ -21,7 +22,7 @@ from run.parts import build_model, choose_device, load_data, loader
 from run.plugin import load_plugin_of
 from run.saved import check_same, own_checkpoint, require_facts, run_of, saved_config, tell_paths
 from training import checkpoint
-from training.bank import build_bank, sharded
+from training.bank import build_bank
 from utils import BadOption, doing, say, shortened, understood
 
 
@@ -97,7 +98,7 @@ def give_bank(loaded: Loaded, source: Path) -> None:
     training stopped: the one that is saved there is of earlier weights."""
     config, facts, model = loaded.config, loaded.facts, loaded.model
     tensors: Mapping[str, Any] = {}
-    if not (loaded.has_run_rows and ("training" in facts or sharded(model))):
+    if not (loaded.has_run_rows and ("training" in facts or in_parts(model.head))):
         tensors = checkpoint.load_whole(source, "bank")[0]
     if "bank" in tensors:
         model.head.refresh(Bank.unpack(tensors["bank"], facts["bank"]))

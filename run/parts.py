@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,14 +23,13 @@ from inputs.downloads import no_downloads
 from inputs.features import Features, Reading, digest_of
 from inputs.memory import give_back_memory
 from inputs.rows import Batch, Data, Split
-from layers.dropout import drawing
-from ranks import here
 from run.checks import rows_in_bank
 from run.pairing import paired
 from run.plugin import digest_of as digest_of_plugin
 from run.provenance import versions
 from run.reading import reading_of
 from run.saved import facts_beside
+from run.shared import part_of_bank
 from run.sizes import check_sizes
 from utils import WARNINGS, BadOption, options_of, say, seed_everything, understood, warn, whole_numbers
 
@@ -181,7 +179,7 @@ def dry_run(model: Classifier, data: Data, config: Config, device: torch.device)
         return gflops
     with torch.no_grad():
         dim = model.head.embed(model.backbone(x)).shape[1]
-    check_kind(config.head.index, dim, rows_in_bank(config, data) // (here().world if config.head.shard_bank else 1))
+    check_kind(config.head.index, dim, part_of_bank(config, rows_in_bank(config, data)))
     asked = [k for name in ("k_eval", "k_ensemble") for k in whole_numbers(name, getattr(config.evaluation, name))]
     rows = max(data.num_classes, 1 + max(config.head.k_train, *asked, 1))
     model.head.refresh(random_bank(dim, rows, data.num_classes))
@@ -189,26 +187,6 @@ def dry_run(model: Classifier, data: Data, config: Config, device: torch.device)
     check_probabilities(model, x)
     model.head.bank = None
     return gflops
-
-
-def warn_of_own_draws(config: Config, backbone: torch.nn.Module, shape: tuple[int, ...]) -> None:
-    """What several processes can't make alike: a model that draws other than by rows (see layers.dropout)."""
-    if here().world > 1 and not config.model.freeze_backbone and draws_itself(backbone, shape):
-        warn(
-            f"processes: {config.model.model} draws random numbers of its own in training, so the losses depend on how many processes train"
-        )
-
-
-@torch.no_grad()
-def draws_itself(backbone: torch.nn.Module, shape: tuple[int, ...]) -> bool:
-    """Whether one row, twice in a batch, differs from itself in training."""
-    backbone = copy.deepcopy(backbone).train()  # statistics of a BatchNorm move
-    device = next((p.device for p in backbone.parameters()), torch.device("cpu"))
-    random = torch.Generator().manual_seed(0)
-    x = torch.randn(2, *shape, generator=random)[[0, 1, 0]].to(device)
-    with torch.random.fork_rng(), drawing(0, 0, 0, torch.tensor([0, 1, 0], device=device)):
-        first, _, again = backbone(x).float()
-    return not torch.allclose(first, again, rtol=1e-3, atol=1e-4)
 
 
 def check_probabilities(model: Classifier, x: torch.Tensor) -> None:

@@ -13,22 +13,20 @@ import torch
 import config as flags
 from config import Config
 from evaluation import tables
-from inputs import store
 from inputs.indexed import INDEX, read_index
 from inputs.memory import keep_memory
 from inputs.yaml_file import read_yaml
-from ranks import here, together
+from ranks import together
 from run.checks import check_evaluation, check_neighbors, check_validation, warn_of_copies
 from run.complete import complete
-from run.directory import ERROR, FLAT, RESULTS, RunDirectory, adopt, again, check_writable, default_name, files_of, look, new, opened
-from run.finish import Parts, finish, measure, rows_for_ood, tracker_of, watched, write_row
-from run.head_alone import FACT
+from run.directory import ERROR, FLAT, RESULTS, RunDirectory, adopt, again, check_writable, default_name, files_of, new, opened
+from run.finish import Parts, finish, finish_test, rows_for_ood, tracker_of, watched
 from run.loaded import load
 from run.parts import choose_device, dry_run, load_data, with_published_normalization
 from run.plugin import digest_of, load_plugin, load_plugin_of
 from run.prepare import prepare_loaded
 from run.saved import own_checkpoint, require_facts, saved_config, tell_paths, with_absolute_paths
-from run.shared import shared
+from run.shared import look_for_all, shared
 from train_eval import evaluate
 from training import checkpoint
 from training.checkpoint import Checkpoints
@@ -75,7 +73,7 @@ def begin(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
     given = with_absolute_paths(given)
     folder = Path(given["output_dir"]) if given.get("output_dir") else None
     if folder is not None:
-        here().on_first(lambda: look(folder, action.overwrite))  # and again once it is locked; this one spares loading the data in vain
+        look_for_all(folder, action.overwrite)  # and again once it is locked; this one spares loading the data in vain
     parts = parts_of(given, frozenset({*given, "data_path"}))  # whose default is ours
     with shared(new(folder, default_name(parts.config), marker_of(parts.config), action.overwrite)) as directory:
         return start(parts, directory, action)
@@ -184,12 +182,11 @@ def go_on(given: Mapping[str, Any], directory: RunDirectory, action: flags.Actio
         checkpoints.run = directory.id
         if facts.get("run", directory.id) != directory.id:
             raise BadOption("resume", "has a checkpoints/last that is another run's", str(folder))
-        lost = here().on_first(lambda: checkpoints.lacks_best(facts))
+        lost = checkpoints.lacks_best(facts)
     warn_of_copies(config, data)
     if lost:
-        checkpoints.best_is_lost = True
         warn(f"best: checkpoints/best {lost}, so the best epoch so far is lost; training goes on from checkpoints/last")
-        here().on_first(lambda: set_aside(directory, checkpoints, lost))
+        checkpoints.give_up_best(lost)
     with watched(directory):
         directory.sweep()
         directory.forget_digests()
@@ -212,17 +209,6 @@ def check_goes_on(config: Config, facts: Mapping[str, Any], folder: Path) -> Non
         raise BadOption("num_epochs", f"must be at least the {done} epochs that the run has", options.num_epochs)
     if facts["threads"] != torch.get_num_threads():
         warn(f"threads: {torch.get_num_threads()}, the run had {facts['threads']}; the numbers differ in their last digits")
-
-
-def set_aside(directory: RunDirectory, checkpoints: Checkpoints, lost: str) -> None:
-    """A best that is another run's stays, under another name: it may be somebody's only copy."""
-    if not checkpoints.best.is_dir() or checkpoints.best.is_symlink():
-        return
-    own = {path.name for path in directory.owned_in(checkpoints.best)}
-    if "another run" in lost or any(path.name not in own for path in checkpoints.best.iterdir()):
-        aside = next(p for n in range(1, 1000) if not (p := checkpoints.best.with_name(f"best-set-aside-{n}")).exists())
-        checkpoints.best.rename(aside)
-        say(f"best: what was there is now {aside}")
 
 
 # ---------------------------------------------------------------- test
@@ -250,15 +236,4 @@ def test(given: Mapping[str, Any], action: flags.Action) -> dict[str, Any]:
         evaluator = prepare_loaded(loaded, parts.foreign)
     with doing("the evaluation"):
         val = evaluate(loaded.model, evaluator.sets.val) if evaluator.sets.val is not None else None
-        evaluator.look()
-
-        def write() -> dict[str, Any]:
-            results = measure(
-                evaluator, parts, where, epoch=facts["epoch"], seconds=facts.get("seconds", 0.0), val=val, alone=facts.get(FACT)
-            )
-            store.write_json(where / RESULTS, results)
-            write_row(where, results)
-            print(tables.table(results, where / RESULTS))
-            return results
-
-        return here().only_first(write, dict)
+        return finish_test(evaluator, parts, where, facts, val)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
@@ -25,6 +26,18 @@ FLOORS = (
 LOOSE = {"config", "dataset", "main", "ranks", "train_eval", "utils"}
 OPEN = {"tests", "benchmarks"}  # they may import everything; of ours, main alone imports benchmarks, when it is asked to measure
 MOST_LINES, MOST_LINES_OF_A_FUNCTION = 400, 60
+KNOW_OF_SEVERAL_PROCESSES = {  # and the places that they stand for
+    "inputs.batches": "batches: each process its rows, and what is made of all of them in order",
+    "train_eval": "the step, and evaluation: scores are the same everywhere",
+    "training.progress": "stopping",
+    "inputs.features": "features: read and kept by one",
+    "classifiers.sharded_bank": "the bank in parts",
+    "classifiers.neighbor_heads": "the contrastive loss, over the whole batch",
+    "classifiers.embedder": "statistics, of the whole batch",
+    "training.checkpoint": "saving",
+    "run.shared": "a run's directory, and what is refused",
+    "run.finish": "results, written and printed",
+}
 
 
 def floor_of(room: str) -> tuple[int, int]:
@@ -97,6 +110,23 @@ def test_who_imports_what_measures_and_tests() -> None:
             found[name] = sorted(p for node in of_open for p in names_of(node))
             assert not set(of_open) & set(tree.body), f"{name} imports them at its top: --help would load them"
     assert found == {"main": ["benchmarks.bench", "benchmarks.bench"]}
+
+
+def taken_from(room: str, name: str) -> set[str]:
+    """What a module imports of another; all of it where it imports the module itself."""
+    tree = ast.parse(modules()[name].read_text())
+    whole = {"*" for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names if alias.name == room}
+    return whole | {alias.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module == room for alias in n.names}
+
+
+def test_few_know_that_several_processes_train() -> None:
+    """Who needs more asks one of these; nobody asks which process it is."""
+    asks = {name for name in modules() if taken_from("ranks", name) - {"together"}}
+    others = sorted(asks - set(KNOW_OF_SEVERAL_PROCESSES))
+    assert not others, f"{', '.join(others)} must not ask ranks.here(); these do: {', '.join(KNOW_OF_SEVERAL_PROCESSES)}"
+    assert asks == set(KNOW_OF_SEVERAL_PROCESSES)  # who asks no more is no longer listed
+    assert {name for name in modules() if "together" in taken_from("ranks", name)} == {"run.run"}
+    assert not [name for name in asks if re.search(r"\bhere\(\)\.rank\b", modules()[name].read_text())]
 
 
 def names_of(node: ast.Import | ast.ImportFrom) -> list[str]:

@@ -21,13 +21,14 @@ import torch
 import ranks
 from config import Action
 from layers.dropout import drop_by_rows
+from main import main
 from models import ModelSpec, build
 from ranks import Alone, here
 from run import load
-from run.checks import check_shards
 from run.complete import complete
-from run.parts import draws_itself, loader
+from run.parts import loader
 from run.run import run as run_it
+from run.shared import check_shards, draws_itself
 from tests import many
 from utils import BadOption
 
@@ -192,20 +193,6 @@ def test_rows_that_are_looked_at_are_shared_in_order(rows: int, world: int) -> N
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-def test_who_knows_that_there_are_several() -> None:
-    """Places that ask for the others; nobody asks which one it is."""
-    ours = [p for p in ROOT.rglob("*.py") if not {"tests", ".git"} & set(p.parts) and p.name != "ranks.py"]
-    asks = {str(p.relative_to(ROOT)) for p in ours if re.search(r"\bhere\(\)", p.read_text())}
-    assert asks == {
-        *("inputs/batches.py", "inputs/features.py"),  # each its share of the rows
-        *("classifiers/classifier.py", "classifiers/embedder.py", "classifiers/neighbor_heads.py", "classifiers/sharded_bank.py"),
-        *("train_eval.py", "training/state.py", "training/bank.py"),  # the step, evaluation, the bank
-        *("training/progress.py", "training/checkpoint.py"),  # when to stop, and who saves
-        *("run/run.py", "run/finish.py", "run/shared.py", "run/checks.py", "run/parts.py"),  # who writes
-    }
-    assert not [p for p in asks if re.search(r"here\(\)\.rank\b", (ROOT / p).read_text())]
-
-
 @pytest.mark.parametrize(
     ("name", "dropout", "itself"), [("vit_tiny_patch16_224", 0.3, False), ("resnet10t", 0.0, False), ("resnet10t", 0.3, True)]
 )
@@ -239,7 +226,7 @@ def test_who_is_lost_is_named_and_the_others_end(way: str, processes: int, why: 
     assert (tmp_path / "run" / "checkpoints" / "last").is_dir()
 
 
-def test_a_signal_to_the_launcher_saves_one_checkpoint_and_one_process_goes_on(tmp_path: Path) -> None:
+def test_a_signal_to_the_launcher_saves_one_checkpoint_and_one_process_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     ended = launched(2, *RUN, "3", "--output_dir", str(run))
     assert "stopped by SIGTERM in epoch 2, batch " in ended.said, ended.said
@@ -248,30 +235,27 @@ def test_a_signal_to_the_launcher_saves_one_checkpoint_and_one_process_goes_on(t
     assert sorted(files) == ["ema", "model", "training"]
     again = launched(1, "main.py", "--resume", str(run), "--plugin", "tests/lost.py", LOST="nobody")
     assert again.code == 0, again.said
-    whole = launched(1, *RUN, "3", "--output_dir", str(tmp_path / "whole"), LOST="nobody")
-    assert whole.code == 0
+    monkeypatch.setenv("LOST", "nobody")
+    monkeypatch.chdir(ROOT)
+    assert main([*RUN[1:], "3", "--output_dir", str(tmp_path / "whole")]) == 0
     one, other = ([json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()] for path in (run, tmp_path / "whole"))
     assert [line["epoch"] for line in one] == [1, 2, 3]
     for a, b in zip(one, other, strict=True):
         assert a["train"] == pytest.approx(b["train"], rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (
-            ["--batch_size", "3"],
-            "error: --batch_size is of all processes together, and must be at least 2 rows for each of the 2, got 3",
-        ),
-        (["list"], "error: list runs in one process; torchrun, which started 2, is for training"),
-    ],
-)
-def test_what_several_processes_can_not_do(words: list[str], line: str, tmp_path: Path) -> None:
-    where = [] if words == ["list"] else ["--output_dir", str(tmp_path / "run")]
-    ended = launched(2, "main.py", *words, *where)
+def test_a_batch_has_two_rows_for_each_process(tmp_path: Path) -> None:
+    ended = launched(2, "main.py", "--batch_size", "3", "--output_dir", str(tmp_path / "run"))
     assert ended.code
-    assert line in ended.said
+    assert "error: --batch_size is of all processes together, and must be at least 2 rows for each of the 2, got 3" in ended.said
     assert not (tmp_path / "run").exists()
+
+
+def test_other_commands_run_in_one_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():  # as torchrun does
+        monkeypatch.setenv(name, value)
+    assert main(["list"])
+    assert "error: list runs in one process; torchrun, which started 2, is for training" in capsys.readouterr().err
 
 
 def test_alone_everything_is_as_it_is() -> None:

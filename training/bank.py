@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import chain
 
 import numpy as np
@@ -10,11 +9,11 @@ import torch
 from torch import Tensor
 
 from classifiers.bank import Bank
-from classifiers.classifier import Classifier, require_no_nan, without_nan
+from classifiers.classifier import Classifier, without_nan
 from classifiers.metrics import embedding_spread
-from classifiers.sharded_bank import ShardedBank
+from classifiers.sharded_bank import ShardedBank, in_parts
 from inputs.batches import BANK, AnyBatches
-from ranks import here
+from inputs.rows import Batch
 from training.state import TrainingState, weights_of
 from utils import fold_in, say
 
@@ -26,44 +25,20 @@ def build_bank(model: Classifier, rows: AnyBatches) -> None:
         return
     model.eval()
 
-    def blocks() -> Iterator[tuple[Tensor, Tensor]]:
-        for batch in rows.epoch():
-            yield batch.index[: len(batch)].cpu(), model.head.embed(model.features(batch))[: len(batch)].float().cpu()
+    def embed(batch: Batch) -> Tensor:
+        return model.head.embed(model.features(batch)).float().cpu()
 
-    if sharded(model):
-        model.head.refresh(_bank_in_parts(model, rows, blocks()))
+    options = {**model.head.bank_options, "copies": rows.split.copies}
+    if in_parts(model.head):
+        model.head.refresh(ShardedBank.of(rows.own_blocks(embed), rows.target.cpu(), options))
         return
-    stream = ((numbers, without_nan(rows)) for numbers, rows in here().blocks(blocks()))
+    stream = ((numbers, without_nan(embeddings)) for numbers, embeddings in rows.blocks(embed))
     first = next(stream)
-    bank = Bank(first[1].shape[1], **model.head.bank_options, copies=rows.split.copies)
+    bank = Bank(first[1].shape[1], **options)
     count = len(rows.target)
     ids = torch.arange(count) if bank.cap is None else order_in_bank(count, rows.seed)
     bank.refresh(rows.target.cpu()[ids], ids, chain([first], stream))
     model.head.refresh(bank)
-
-
-def sharded(model: Classifier) -> bool:
-    """Whether each process keeps its part of the bank only."""
-    return model.head.wants_bank and model.head.shard_bank and here().world > 1
-
-
-def _bank_in_parts(model: Classifier, rows: AnyBatches, blocks: Iterator[tuple[Tensor, Tensor]]) -> ShardedBank:
-    """Of the rows that this process embeds."""
-    labels, lost = rows.target.cpu(), 0.0
-
-    def finite() -> Iterator[tuple[Tensor, Tensor]]:
-        nonlocal lost
-        for numbers, embeddings in blocks:
-            lost += int((~embeddings.isfinite()).any(1).sum())
-            yield numbers, embeddings.nan_to_num(0, 0, 0)
-
-    first = next(blocks)  # also where there are fewer rows than processes: one that counts as none
-    own = Bank(first[1].shape[1], **model.head.bank_options, copies=rows.split.copies)
-    ids = torch.arange(len(labels))[here().part(len(labels))]
-    blocks = chain([first], blocks)
-    own.refresh(labels[ids], ids, finite())
-    require_no_nan(int(here().summed({"rows": lost})["rows"]), len(labels))  # said by all, or others would wait for who says it
-    return ShardedBank(own, labels)
 
 
 def order_in_bank(rows: int, seed: int) -> Tensor:

@@ -17,7 +17,7 @@ from inputs import indexed, store
 from inputs.store import INDEX, Owner
 from ranks import here
 from training import older
-from utils import BadOption
+from utils import BadOption, say
 
 LINES = 500  # of metrics.jsonl that a checkpoint keeps; those before have long been on disk
 
@@ -63,7 +63,7 @@ class Checkpoints:
     """checkpoints/last, to go on from, and checkpoints/best, the epoch that counts. Both carry the run's id.
 
     They change together: the files of a new best are made, then `last` names them by its own copy of best's index, then best gets that
-    index. Wherever that ends, `last` tells which best is its own, and `mend` finishes the work.
+    index. Wherever that ends, `last` tells which best is its own, and `lacks_best` finishes the work.
     """
 
     folder: Path  # the run
@@ -117,6 +117,9 @@ class Checkpoints:
     def lacks_best(self, facts: Mapping[str, Any]) -> str:
         """Why the best that `last` belongs to is not there, whole; "" if it is, or if `last` (in the first epoch) has none yet.
         What a kill left unfinished between the two is finished."""
+        return here().on_first(lambda: self._lacks_best(facts))
+
+    def _lacks_best(self, facts: Mapping[str, Any]) -> str:
         index = facts.get("best")
         if index is None:
             return "" if "best" in facts or not facts["training"]["place"].get("best_epoch") else self._older_best(facts)
@@ -146,6 +149,20 @@ class Checkpoints:
             return "is that of another run"
         self.best_index = index
         return ""
+
+    def give_up_best(self, lost: str) -> None:
+        """Training goes on without it. One that is another run's stays, under another name: it may be somebody's only copy."""
+        self.best_is_lost = True
+        here().on_first(lambda: self._set_aside(lost))
+
+    def _set_aside(self, lost: str) -> None:
+        if not self.best.is_dir() or self.best.is_symlink():
+            return
+        own = {path.name for path in self.owner.owned_in(self.best)} if self.owner is not None else set()
+        if "another run" in lost or any(path.name not in own for path in self.best.iterdir()):
+            aside = next(p for n in range(1, 1000) if not (p := self.best.with_name(f"best-set-aside-{n}")).exists())
+            self.best.rename(aside)
+            say(f"best: what was there is now {aside}")
 
 
 # ---------------------------------------------------------------- what is not a named tensor

@@ -16,7 +16,6 @@ from classifiers.bank import Bank
 from classifiers.classifier import Classifier, amp_dtype
 from config import Config
 from inputs.rows import Batch
-from ranks import here
 from training import checkpoint
 from training.checkpoint import Checkpoints
 from training.optimizer import Average, DropoutRamp, Schedule, make_optimizer
@@ -96,7 +95,7 @@ class TrainingState:
         self.average = Average(self.ema, model) if self.ema is not None else None
         self.bank: Bank | None = None  # that training votes with
         self.bank_weights: dict[str, Tensor] | None = None  # that it was made of, if it is in parts: a checkpoint has these instead
-        self.loss = here().wrapped(Loss(model))
+        self.loss: nn.Module = Loss(model)
         self.scaler = torch.amp.GradScaler(device.type, enabled=model.use_amp and amp_dtype(device) is torch.float16)
         if config.system.use_compiled:
             model.backbone.compile(mode=config.system.compile_mode)

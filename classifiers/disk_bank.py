@@ -57,6 +57,7 @@ class DiskBank(Bank):
         super().__init__(dim, kind="flat", recall=recall)
         self.folder, self._size = folder, rows
         self._file = mapped(folder / ROWS, np.float32, (rows, dim))
+        advise(self._file, "RANDOM")
         self._rows = torch.from_numpy(self._file)
         self._labels = torch.from_numpy(mapped(folder / LABELS, np.int64, (rows,)))
         self._ids = self._births = torch.arange(rows)
@@ -68,9 +69,13 @@ class DiskBank(Bank):
 
     def _parts(self) -> Iterator[slice]:
         """Of all rows; what was read of one is given back before the next."""
-        for part in blocks(self._size, PART // (4 * self.dim)):
-            yield part
-            given_back(self._file)
+        advise(self._file, "SEQUENTIAL")
+        try:
+            for part in blocks(self._size, PART // (4 * self.dim)):
+                yield part
+                given_back(self._file)
+        finally:
+            advise(self._file, "RANDOM")
 
     def _row_lengths(self) -> Tensor:
         if self._lengths is None:
@@ -120,9 +125,14 @@ def mapped(path: Path, kind: Any, shape: tuple[int, ...]) -> np.ndarray:
 
 def given_back(array: np.ndarray) -> None:
     """Pages of a file need no memory until they are read again."""
-    inside = getattr(array, "_mmap", None)
-    if inside is not None and hasattr(mmap, "MADV_DONTNEED"):
-        inside.madvise(mmap.MADV_DONTNEED)
+    advise(array, "DONTNEED")
+
+
+def advise(array: np.ndarray, how: str) -> None:
+    """Tells the kernel how a file will be read. NOTE: around a single row (RANDOM) it would read megabytes ahead, which push others out."""
+    inside, advice = getattr(array, "_mmap", None), getattr(mmap, f"MADV_{how}", None)
+    if inside is not None and advice is not None:
+        inside.madvise(advice)
 
 
 # ---------------------------------------------------------------- building

@@ -128,3 +128,21 @@ def test_what_cannot_be_built_is_said(tmp_path: Path) -> None:
         build_bank(tmp_path / "full", DIM, stream(rows))
     with pytest.raises(BadOption, match=r"must hold checkpoint\.json"):
         DiskBank(tmp_path / "nan")  # what was begun is no bank
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the kernel does not say how it reads a file")
+def test_rows_are_read_one_here_one_there_and_in_order_where_all_are_looked_at(tmp_path: Path) -> None:
+    """Around a single row nothing is read ahead: of rows that do not fit memory, that would be most of what is read."""
+
+    def read_ahead() -> bool:
+        entries = Path("/proc/self/smaps").read_text().split(str(tmp_path / "rows.f32"))[1:]
+        (flags,) = {next(line for line in entry.splitlines() if line.startswith("VmFlags:")) for entry in entries}
+        assert ("rr" in flags.split()) != ("sr" in flags.split())  # random, sequential
+        return "sr" in flags.split()
+
+    bank = build_bank(tmp_path, DIM, stream(in_clusters(ROWS, 1)))
+    assert not read_ahead()
+    assert [read_ahead() for _ in bank._parts()] == [True]
+    assert not read_ahead()
+    assert next(bank._parts()) == slice(0, ROWS)  # left early
+    assert not read_ahead()

@@ -52,19 +52,20 @@ class SampledKnnAttention(TokenMixer):
         turns = L.scrambled(heads * tokens, device).view(heads, tokens, 1)
         return (places + turns) % others
 
-    def sample(self, tokens: int, device: torch.device) -> tuple[Tensor | None, Tensor]:
+    def sample(self, q: Tensor) -> tuple[Tensor | None, Tensor]:
         """The draw, None where there are no others; and the logarithm of how many tokens each of a row's list stands for."""
+        tokens, device = q.shape[2], q.device
         if tokens == self.K:
-            return None, torch.zeros(self.K, device=device)
+            return None, L.full_precision(q.new_zeros(self.K))
         places = self.draw(tokens, device) if self.training else self.cached((tokens, device), lambda: self.draw(tokens, device))
         samples = places.shape[2]
-        log_count = torch.zeros(self.K + samples, device=device)
+        log_count = L.full_precision(q.new_zeros(self.K + samples))
         log_count[self.K :] = math.log((tokens - self.K) / samples)
         return places, log_count
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
         """Over lists of the K nearest, then the sample."""
-        places, log_count = self.sample(q.shape[2], q.device)
+        places, log_count = self.sample(q)
         return self.attend(q, k, v, len(log_count), self.scale, bias=log_count, places=places)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ def test_the_sample_is_outside_the_top_k_and_without_repeats() -> None:
     for training in (True, False):
         index = layer.train(training).attended(q, k, k).lists
         assert index.shape == (2, 3, TOKENS, 16)
-        _, log_count = layer.sample(TOKENS, q.device)
+        _, log_count = layer.sample(q)
         assert log_count.exp().sum().item() == pytest.approx(TOKENS)
         best = (q @ k.transpose(-1, -2)).topk(5).indices
         assert torch.equal(index[..., :5], best)

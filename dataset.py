@@ -20,7 +20,7 @@ from inputs.copies import first_copies
 from inputs.downloads import read_adult, read_torchvision, read_wine_quality
 from inputs.folders import read_folder, readable
 from inputs.memory import Room, require_room
-from inputs.rows import Data, Source, Split, left_of, release, row_blocks
+from inputs.rows import Data, Source, Split, checked, left_of, release, row_blocks
 from inputs.shipped import read_shipped
 from inputs.tables import Encoder, Table, read_csv
 from utils import BadOption, Call, Registry, check_file, check_options, fold_in, parse_call
@@ -52,7 +52,7 @@ def load(
     `noisy_val`: label noise in the validation rows too, as real ones have it.
     `ready`: numeric rows are features already and stay as they are. `subset`: the share of training rows that is there at all.
     """
-    source = _with_test_set(readable(_read(name, Path(data_path)), name, skip_broken))
+    source = _with_test_set(readable(checked(_read(name, Path(data_path)), name), name, skip_broken))
     labels, classes = _number_classes(source, name)
     kind = _kind(source.x_train)
     everything = np.arange(len(labels["train"]))
@@ -219,20 +219,14 @@ def _with_test_set(source: Source) -> Source:
     y = np.asarray(source.y_train)
     test = stratified(y, TEST_FRACTION, TEST_SEED)
     train = left_of(len(y), test)
-    return replace(source, x_train=source.x_train[train], y_train=y[train], x_test=source.x_train[test], y_test=y[test])
+    x = source.x_train if isinstance(source.x_train, Table) else np.asarray(source.x_train)
+    return replace(source, x_train=x[train], y_train=y[train], x_test=x[test], y_test=y[test])
 
 
 def _number_classes(source: Source, name: str) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
     """Labels as 0 .. C-1, and the classes' names."""
-    given = {
-        "train": (source.x_train, source.y_train),
-        "test": (source.x_test, source.y_test),
-        "val": (source.x_val, source.y_val),
-    }
-    labels = {part: np.asarray(y) for part, (x, y) in given.items() if x is not None}
+    labels = {part: np.asarray(y) for part, (_, y) in source.parts().items()}
     for part, y in labels.items():
-        if y.shape != (len(given[part][0]),):
-            raise BadOption("dataset", f"needs one label a row ({part}: {len(given[part][0])} rows, labels {y.shape})", name)
         if y.dtype.kind == "u":  # beside int64 they would become float64, where large ones are equal
             if len(y) and int(y.max()) >= 2**63:
                 raise BadOption("dataset", f"needs labels below 2^63 ({part}: {y.max()})", name)

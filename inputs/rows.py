@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from utils import shortened
+from utils import BadOption, shortened
 
 MOST_NAME = 45  # letters of a data set's name in a title
 
@@ -33,6 +33,11 @@ class Source:
     classes: tuple[str, ...] | None = None
     flip: bool = True
     confusable: dict[int, int] | None = None  # class to the class it is mistaken for, for asymmetric label noise
+
+    def parts(self) -> dict[str, tuple[Any, Any]]:
+        """Rows and labels of each split that is there."""
+        given = {"train": (self.x_train, self.y_train), "test": (self.x_test, self.y_test), "val": (self.x_val, self.y_val)}
+        return {part: (x, y) for part, (x, y) in given.items() if x is not None}
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,22 @@ class Batch:
     def of(self) -> int:
         """Rows of the batch on all processes."""
         return self.whole or len(self.x)
+
+
+def checked(source: Any, name: str) -> Source:
+    """What a data set's function returned, before it is split: rows would lose their labels, and floats read as pixels become 0, unseen."""
+    if not isinstance(source, Source):
+        raise BadOption("dataset", f"must be made by a function that returns a Source, and it returned {type(source).__name__}", name)
+    for part, (x, y) in source.parts().items():
+        if np.shape(y) != (len(x),):
+            raise BadOption("dataset", f"needs one label a row ({part}: {len(x)} rows, labels {np.shape(y)})", name)
+        if not isinstance(x, np.ndarray):  # a table, or paths in a list
+            continue
+        axes = {"f": (2,), "U": (1,), "O": (1,)}.get(x.dtype.kind, (3, 4) if x.dtype == np.uint8 else ())
+        if x.ndim not in axes:
+            rule = "needs uint8 images (N, H, W[, C]), float rows (N, F) or paths of image files"
+            raise BadOption("dataset", f"{rule}, x_{part} is {x.dtype} {x.shape}", name)
+    return source
 
 
 def short_name(dataset: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -193,10 +194,31 @@ def check_probabilities(model: Classifier, x: torch.Tensor) -> None:
     """NOTE: of logits, NLL and ECE would look like numbers."""
     with torch.no_grad():
         total = model(x).double().exp().sum().item()
+    if total != total and (where := first_not_finite(model.backbone, x)):
+        raise BadOption("model", f"must give finite features: NaN or infinity comes first out of {where}", model.facts["config"]["model"])
     if not abs(total - 1) < 1e-3:
         head = type(model.head).__name__
         name = model.facts["config"]["head"]
         raise BadOption("head", f"must give log-probabilities: those of {head}.forward sum to {total:.4g} after exp, not to 1", name)
+
+
+@torch.no_grad()
+def first_not_finite(model: torch.nn.Module, x: torch.Tensor) -> str:
+    """Which module makes what is no finite number out of finite ones; empty where none does."""
+    found: list[str] = []
+
+    def look(name: str, module: torch.nn.Module, inputs: tuple[object, ...], output: object) -> None:
+        if all(finite(part) for part in inputs) and not finite(output):
+            found.append(f"{type(module).__name__} ({name})" if name else type(module).__name__)
+
+    def finite(part: object) -> bool:
+        return not isinstance(part, torch.Tensor) or bool(part.isfinite().all())
+
+    hooks = [module.register_forward_hook(functools.partial(look, name)) for name, module in model.named_modules()]
+    model(x)
+    for hook in hooks:
+        hook.remove()
+    return found[0] if found else ""
 
 
 def random_bank(dim: int, rows: int, num_classes: int) -> Bank:

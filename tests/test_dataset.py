@@ -133,6 +133,24 @@ def test_labels_must_fit_rows_and_classes(labels, rule, register):
         load(register(Source(pixels(6, 4, 4), np.array(labels), pixels(3, 4, 4), np.arange(3), classes=("a", "b", "c"))))
 
 
+@pytest.mark.parametrize(
+    ("returned", "rule"),
+    [
+        (Source(pixels(10, 4, 4), np.arange(9) % 2), r"^dataset needs one label a row \(train: 10 rows, labels \(9,\)\), got 'own'"),
+        (Source(pixels(10, 4, 4), np.arange(11) % 2), r"^dataset needs one label a row \(train: 10 rows, labels \(11,\)\)"),
+        (Source(pixels(10, 4, 4) / 255, np.arange(10) % 2), r"^dataset needs uint8 images .*, x_train is float64 \(10, 4, 4\), got 'own'"),
+        (Source(pixels(10, 4, 4).astype(int), np.arange(10) % 2), r"^dataset needs uint8 images .*, x_train is int64 \(10, 4, 4\)"),
+        (Source(np.ones((10, 4), int), np.arange(10) % 2), r"^dataset needs uint8 .*, float rows .*, x_train is int64 \(10, 4\)"),
+        ((pixels(10, 4, 4), np.arange(10) % 2), r"^dataset must be made by a function that returns a Source, and it returned tuple"),
+        (None, r"^dataset must be made by a function that returns a Source, and it returned NoneType, got 'own'"),
+    ],
+)
+def test_what_a_function_returns_must_fit_before_it_is_split(returned, rule, register):
+    """Without a test set, too: rows beyond the labels were left out, and floats from 0 to 1 became black pixels."""
+    with pytest.raises(BadOption, match=rule):
+        load(register(returned))
+
+
 # ---------------------------------------------------------------- splits
 
 

@@ -15,6 +15,7 @@ from classifiers import HEADS, LinearHead
 from classifiers.metrics import detailed_metrics, standard_metrics
 from config import Action
 from evaluation.predictions import keep, read
+from layers import LAYERS, TokenMixer
 from run.checks import warn_of_few_rows, warn_of_known_rows
 from run.complete import complete
 from run.loaded import load
@@ -268,6 +269,24 @@ def test_what_does_not_sum_to_one_is_refused_before_anything_is_written(tmp_path
     line = r"^head must give log-probabilities: those of Logits.forward sum to \S+ after exp, not to 1, got 'logits'$"
     with pytest.raises(BadOption, match=line):
         run({**TINY, "head": "logits", "output_dir": str(tmp_path / "run")}, Action())
+    assert not (tmp_path / "run").exists()
+
+
+class Zeroth(TokenMixer):
+    """A temperature of 0."""
+
+    def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return (q @ k.transpose(-2, -1) / 0).softmax(-1) @ v
+
+
+LAYERS.register("Zeroth")(Zeroth)
+
+
+@pytest.mark.parametrize("head", ["linear", "attn-knn"])
+def test_a_layer_that_gives_nan_is_named_and_not_the_head(head: str, tmp_path: Path) -> None:
+    line = r"^model must give finite features: NaN or infinity comes first out of Zeroth \(\S*1\.attn\), got 'vit'$"
+    with pytest.raises(BadOption, match=line):
+        run({**TINY, "num_layers": 2, "head": head, "layer": "Attention,Zeroth", "output_dir": str(tmp_path / "run")}, Action())
     assert not (tmp_path / "run").exists()
 
 

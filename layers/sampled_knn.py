@@ -55,13 +55,17 @@ class SampledKnnAttention(TokenMixer):
     def sample(self, q: Tensor) -> tuple[Tensor | None, Tensor]:
         """The draw, None where there are no others; and the logarithm of how many tokens each of a row's list stands for."""
         tokens, device = q.shape[2], q.device
-        if tokens == self.K:
-            return None, L.full_precision(q.new_zeros(self.K))
-        places = self.draw(tokens, device) if self.training else self.cached((tokens, device), lambda: self.draw(tokens, device))
-        samples = places.shape[2]
-        log_count = L.full_precision(q.new_zeros(self.K + samples))
-        log_count[self.K :] = math.log((tokens - self.K) / samples)
-        return places, log_count
+        samples = min(self.num_samples, tokens - self.K)
+
+        def log_count() -> Tensor:
+            counts = L.full_precision(q.new_zeros(self.K + samples))
+            counts[self.K :] = math.log((tokens - self.K) / samples) if samples else 0.0
+            return counts
+
+        counts = self.cached(("counts", tokens, q.dtype, device), log_count)
+        if not samples:
+            return None, counts
+        return self.draw(tokens, device) if self.training else self.cached((tokens, device), lambda: self.draw(tokens, device)), counts
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
         """Over lists of the K nearest, then the sample."""

@@ -255,7 +255,7 @@ def attend(
     out, weight = v.new_empty(B, N, H, v.shape[3] if matrix is None else len(matrix)).transpose(1, 2), q.new_empty(B, H, N, K)
     chosen = torch.empty((B, H, N, K) if index is None else (0,), dtype=torch.int64)
     parts: dict[str, Any] = {"index": index, "bias": bias, "keep": keep, "factor": factor, "matrix": matrix, "score": weight}
-    parts |= {"among": among, "own": None if among is None else places_of(among, N), "places": places}
+    parts |= {"among": among, "places": places}
     parts |= {"chosen": chosen if index is None else None, "first": None if first is None else torch.tensor(first)}
     parts["kept"] = None if keep is None else torch.empty_like(weight)
     call("attend", rows=q, columns=k, values=v, out=out, K=K, scale=scale, **parts)

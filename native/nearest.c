@@ -193,13 +193,24 @@ int64_t neighbors_bag(const Call *c) { return shared(bag_rows, c, c->N, 1, 0); }
 int64_t neighbors_pair_dot(const Call *c) { return shared(dot_rows, c, c->N, 1, 0); }
 int64_t neighbors_spread(const Call *c) { return shared(spread_channels, c, c->D, W, 0); }
 int64_t neighbors_factor_gradient(const Call *c) { return shared(factor_channels, c, c->D, W, 0); }
+// Where each row is among the columns that are selected from; -1 where it is not.
+static int64_t *own_places(const Call *c) {
+  int64_t *own = malloc(c->N * sizeof(int64_t));
+  for (int64_t n = 0; own && n < c->N; n++) own[n] = -1;
+  for (int64_t i = 0; own && i < c->A; i++)
+    if (c->among[i] < c->N) own[c->among[i]] = i;
+  return own;
+}
 int64_t neighbors_attend(const Call *c) {
   Call with = *c;
-  if (c->among && outside(c->among, c->A, c->M)) return 1;
-  int64_t selecting = c->chosen ? room(c) : whole(c->K), laid = R * (c->K * c->E + whole(c->F));
-  if (c->matrix && !(with.panel = packed(c->matrix, c->F, c->K * c->E))) return 1;
-  int64_t wrong = shared(attend_rows, &with, c->N, R, c->matrix && laid > selecting ? laid : selecting);
-  if (c->matrix) free(with.panel);
+  float *panel = NULL;
+  int64_t *own = NULL, wrong = 1, selecting = c->chosen ? room(c) : whole(c->K), laid = R * (c->K * c->E + whole(c->F));
+  if (c->among && (outside(c->among, c->A, c->M) || !(own = own_places(c)))) return 1;
+  if (!c->matrix || (panel = packed(c->matrix, c->F, c->K * c->E))) {
+    with.panel = panel, with.own = own;
+    wrong = shared(attend_rows, &with, c->N, R, c->matrix && laid > selecting ? laid : selecting);
+  }
+  free(own), free(panel);
   return wrong;
 }
 int64_t neighbors_attend_gradient(const Call *c) {

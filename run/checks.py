@@ -167,3 +167,15 @@ def lost_classes(config: Config, data: Data) -> list[str]:
     stays = kept(labels, torch.arange(len(labels)), config.head.bank_cap, config.head.bank_evict)
     counts = labels[stays].bincount(minlength=data.num_classes).tolist()
     return [name for name, count in zip(data.classes, counts, strict=True) if not count]
+
+
+@torch.no_grad()
+def warn_of_mixed_rows(config: Config, backbone: torch.nn.Module, shape: tuple[int, ...], device: torch.device) -> None:
+    """A row's features must not depend on the rows beside it, or scores do, too. NOTE: of one row alone, rounding may change a neighbor."""
+    backbone.eval()
+    x = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0)).to(device)
+    with torch.random.fork_rng():
+        together = backbone(x).float()
+        alone = [backbone(row[None])[0].float() for row in x]
+    if not any(torch.allclose(one, other, rtol=1e-3, atol=1e-4) for one, other in zip(together, alone, strict=True)):
+        warn(f"model: what {config.model.model} makes of a row depends on the rows beside it in a batch, and so does every score")

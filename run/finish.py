@@ -25,7 +25,7 @@ from inputs import files, store
 from inputs.batches import AnyBatches
 from inputs.rows import Data
 from ranks import here
-from run.checks import check_evaluation, check_learns, warn_of_known_rows
+from run.checks import check_evaluation, check_learns, warn_of_known_rows, warn_of_mixed_rows
 from run.directory import ERROR, FLAT, RESULTS, RunDirectory, files_of, list_files
 from run.head_alone import FACT, finish_head, load_best
 from run.parts import Kept, build_model, dry_run, foreign_rows, input_shape, loader, loaders
@@ -66,6 +66,7 @@ class Parts:
             if weights is not None:
                 model.load_state_dict(weights)  # a frozen backbone is asked for its features before the loop loads the rest
             gflops = dry_run(model, data, config, device)
+            warn_of_mixed_rows(config, model.backbone, input_shape(config, data), device)
             warn_of_own_draws(config, model.backbone, input_shape(config, data))
         check_evaluation(config, data, typed)
         return Parts(config, data, model, device, gflops, rows_for_ood(config, data, device), typed)

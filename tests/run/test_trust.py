@@ -290,6 +290,34 @@ def test_a_layer_that_gives_nan_is_named_and_not_the_head(head: str, tmp_path: P
     assert not (tmp_path / "run").exists()
 
 
+class Crowd(TokenMixer):
+    """Reads the rows beside it."""
+
+    def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return v.mean(0, keepdim=True).expand_as(v)
+
+
+LAYERS.register("Crowd")(Crowd)
+
+
+@pytest.mark.parametrize(
+    ("layer", "mixes"),
+    [
+        ("Attention,Crowd", True),
+        ("Attention", False),
+        ("KvtAttention(K=2)", False),
+        ("SampledKnnAttention(K=2, num_samples=1)", False),
+        ("ConvNNAttention(K=2, sampling_type='random', num_samples=3)", False),
+        ("BranchConv(K=2, kernel_size=3)", False),
+    ],
+)
+def test_rows_that_depend_on_those_beside_them_are_said(layer: str, mixes: bool, tmp_path: Path) -> None:
+    given = {**TINY, "num_layers": 2, "d_hidden": 12, "num_epochs": 1, "layer": layer, "output_dir": str(tmp_path / "run")}
+    warnings = run(given, Action())["warnings"]
+    line = "model: what vit makes of a row depends on the rows beside it in a batch, and so does every score"
+    assert (line in warnings) == mixes
+
+
 def test_a_loaded_run_predicts_calibrated_probabilities(runs: dict[str, Path]) -> None:
     loaded = load(str(runs["linear"]), {})
     tensors, _ = read(runs["linear"])

@@ -118,7 +118,7 @@ def test_parse_call(text, name, options):
 @pytest.mark.parametrize(
     "text",
     [
-        "A(", "A(K=9", "A(K=9))", "A(9)", "A(K=9, 9)", "A(**{'K': 9})", "A(K=__import__('os'))", "A(K=open)", "A(K=9)(x=1)",
+        "A(", "A(K=9", "A(K=9))", "A(9)", "A(K=9, 9)", "A(**{'K': 9})", "A(K=__import__('os'))", "A(**open)", "A(K=9)(x=1)",
         "A(K=9).f(x=1)", "A(K=9, K=3)", "A(K={[1]: 2})", "A(K=9) + 1", "A(K=" + "(" * 500, "A(K=" + "-" * 99_999 + "1)", "A(\0K=1)",
     ],
     ids=range(16),
@@ -126,6 +126,11 @@ def test_parse_call(text, name, options):
 def test_parse_call_takes_nothing_but_literals(text):
     with pytest.raises(BadOption, match=r"^layer must read Name\(option=value"):
         parse_call(text, "layer")
+
+
+def test_text_without_quotes_is_shown_with_them():
+    with pytest.raises(BadOption, match=r"^layer needs quotes around text: kind='random', got 'A\(K=9, kind=random\)'$"):
+        parse_call("A(K=9, kind=random)", "layer")
 
 
 def test_a_call_prints_as_it_is_typed():

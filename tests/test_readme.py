@@ -45,7 +45,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def python(*words: str, folder: Path, stdin: str = "") -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, *words], cwd=folder, env=environment, input=stdin, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout

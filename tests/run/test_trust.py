@@ -279,11 +279,9 @@ class Zeroth(TokenMixer):
         return (q @ k.transpose(-2, -1) / 0).softmax(-1) @ v
 
 
-LAYERS.register("Zeroth")(Zeroth)
-
-
 @pytest.mark.parametrize("head", ["linear", "attn-knn"])
-def test_a_layer_that_gives_nan_is_named_and_not_the_head(head: str, tmp_path: Path) -> None:
+def test_a_layer_that_gives_nan_is_named_and_not_the_head(head: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LAYERS._parts, "Zeroth", Zeroth)
     line = r"^model must give finite features: NaN or infinity comes first out of Zeroth \(\S*1\.attn\), got 'vit'$"
     with pytest.raises(BadOption, match=line):
         run({**TINY, "num_layers": 2, "head": head, "layer": "Attention,Zeroth", "output_dir": str(tmp_path / "run")}, Action())
@@ -297,9 +295,6 @@ class Crowd(TokenMixer):
         return v.mean(0, keepdim=True).expand_as(v)
 
 
-LAYERS.register("Crowd")(Crowd)
-
-
 @pytest.mark.parametrize(
     ("layer", "mixes"),
     [
@@ -311,7 +306,8 @@ LAYERS.register("Crowd")(Crowd)
         ("BranchConv(K=2, kernel_size=3)", False),
     ],
 )
-def test_rows_that_depend_on_those_beside_them_are_said(layer: str, mixes: bool, tmp_path: Path) -> None:
+def test_rows_that_depend_on_those_beside_them_are_said(layer: str, mixes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LAYERS._parts, "Crowd", Crowd)
     given = {**TINY, "num_layers": 2, "d_hidden": 12, "num_epochs": 1, "layer": layer, "output_dir": str(tmp_path / "run")}
     warnings = run(given, Action())["warnings"]
     line = "model: what vit makes of a row depends on the rows beside it in a batch, and so does every score"

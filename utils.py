@@ -233,15 +233,14 @@ class Call:
 def parse_call(text: str, flag: str) -> Call:
     """One `Name` or `Name(option=value)`; values are Python literals, nothing is evaluated."""
     name, bracket, rest = text.strip().partition("(")
+    rule = "must read Name(option=value, ...), values being numbers, 'text', True, False or None"
     if not bracket:
         return Call(name)
-    rule = "must read Name(option=value, ...), values being numbers, 'text', True, False or None"
     try:
         node = ast.parse(f"f({rest}", mode="eval").body
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.args:
             raise ValueError
-        bare = {k.arg: k.value.id for k in node.keywords if k.arg and isinstance(k.value, ast.Name)}
-        rule = next((f"needs quotes around text: {option}='{word}'" for option, word in bare.items()), rule)
+        rule = next((f"needs quotes: {k.arg}='{k.value.id}'" for k in node.keywords if k.arg and isinstance(k.value, ast.Name)), rule)
         options = {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
         if None in (k.arg for k in node.keywords) or len(options) < len(node.keywords):  # **options, or one given twice
             raise ValueError

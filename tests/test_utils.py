@@ -129,7 +129,7 @@ def test_parse_call_takes_nothing_but_literals(text):
 
 
 def test_text_without_quotes_is_shown_with_them():
-    with pytest.raises(BadOption, match=r"^layer needs quotes around text: kind='random', got 'A\(K=9, kind=random\)'$"):
+    with pytest.raises(BadOption, match=r"^layer needs quotes: kind='random', got 'A\(K=9, kind=random\)'$"):
         parse_call("A(K=9, kind=random)", "layer")
 
 

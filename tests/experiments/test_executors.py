@@ -21,7 +21,7 @@ THERE = {"local": "", "ray": "json", "slurm": "json"}  # packages that are surel
     [
         ("slrm", r"^executor must be one of local, ray, slurm \(did you mean 'slurm'\?\), got 'slrm'$"),
         ("local(jobs=2)", r"^executor local has no options, got 'local\(jobs=2\)'$"),
-        ("slurm(partition=gpu)", r"^executor must read Name\(option=value, ...\), values being numbers, 'text'"),
+        ("slurm(partition=gpu)", r"^executor needs quotes: partition='gpu', got 'slurm\(partition=gpu\)'$"),
         ("slurm(partitoin='gpu')", r"^slurm has no option 'partitoin' \(did you mean 'partition'\?\); it has partition, account, "),
         ("slurm(time='4 hours')", r"^time must be a whole number, got '4 hours'$"),
         ("ray(num_cpus='two')", r"^num_cpus must be a number, got 'two'$"),

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from layers.compiled import native
 from utils import fold_in
 
 ROWS, BATCH = 20, 21  # names of the random streams
@@ -55,14 +56,18 @@ class Draws:
         self.rows = scattered(scattered(rows ^ low) ^ high)
         self.place = 0
 
-    def bits(self, count: int) -> Tensor:
-        """(B, count) numbers, uniform over int32 (the upper bits are the good ones)."""
+    def keys(self) -> Tensor:
+        """Of the next place: a number a row, (B,)."""
         chunk, at = divmod(self.place, PLACES)
         if at == 0:
             places = numbered((chunk + 1) * PLACES, self.rows.device)[-PLACES:, None]
-            self.keys = scattered(self.rows ^ places)  # (PLACES, B)
+            self.of_places = scattered(self.rows ^ places)  # (PLACES, B)
         self.place += 1
-        x = self.keys[at][:, None] ^ numbered(count, self.rows.device)
+        return self.of_places[at]
+
+    def bits(self, count: int) -> Tensor:
+        """(B, count) numbers, uniform over int32 (the upper bits are the good ones)."""
+        x = self.keys()[:, None] ^ numbered(count, self.rows.device)
         x *= M1
         x ^= x >> 15
         x *= M2
@@ -103,14 +108,31 @@ class _Dropped(torch.autograd.Function):
         return gradients[0] * keep.to(gradients[0].dtype).mul_(ctx.scale), None, None
 
 
+class _DroppedInOneCall(torch.autograd.Function):
+    """The same by the compiled code, which draws again on the way back: nothing is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *how: Any) -> Tensor:
+        ctx.how = how
+        found: Tensor = native.dropped(x, *how)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return _DroppedInOneCall.apply(gradients[0], *ctx.how), None, None, None, None
+
+
 def dropped(x: Tensor, p: float) -> Tensor:
     """Dropout of x, whose first dimension is the rows of the batch, or rows and more (heads, windows)."""
     draws = _current[-1] if _current else None
     if draws is None or x.shape[0] % len(draws.rows) or not 0 < p < 1:
         return F.dropout(x, p)
-    below = round(p * 2**32) - 2**31
-    keep = draws.bits(x.numel() // len(draws.rows)) >= below
-    found: Tensor = _Dropped.apply(x, keep.view(x.shape), 1 / (1 - p))
+    count, below, scale = x.numel() // len(draws.rows), min(round(p * 2**32), 2**32 - 1) - 2**31, 1 / (1 - p)
+    found: Tensor
+    if type(x) is Tensor and native.takes(x) and not torch.compiler.is_compiling():
+        found = _DroppedInOneCall.apply(x, draws.keys(), numbered(count, x.device), below, scale)
+    else:
+        found = _Dropped.apply(x, (draws.bits(count) >= below).view(x.shape), scale)
     return found
 
 

@@ -1,7 +1,7 @@
 """nearest.c: compiled at its first use with the machine's C compiler, kept in the user's cache, called by ctypes.
 
-Everything that the C code does, layers/kernels.py and classifiers/index.py can do without it. `available()` says whether it is there;
-where it is not, one line tells why. NEIGHBORS_NATIVE=0 does without it by hand.
+Everything that the C code does, layers/kernels.py, layers/dropout.py and classifiers/index.py can do without it. `available()` says
+whether it is there; where it is not, one line tells why. NEIGHBORS_NATIVE=0 does without it by hand.
 """
 
 from __future__ import annotations
@@ -157,6 +157,8 @@ def _load(path: Path) -> Any:
     for name in FUNCTIONS:
         function = getattr(found, f"neighbors_{name}")
         function.argtypes, function.restype = [ctypes.POINTER(Call)], ctypes.c_int64
+    pointers, sizes = 4 * (ctypes.c_void_p,), 3 * (ctypes.c_int64,)
+    found.neighbors_dropped.argtypes, found.neighbors_dropped.restype = (*pointers, *sizes, ctypes.c_float, ctypes.c_int64), None
     return found
 
 
@@ -286,6 +288,17 @@ def attend_gradient(
     parts |= {"matrix": kernel.transpose(1, 2).flatten(0, 1), "turned": grad.transpose(2, 3), "d_matrix": torch.empty(F, K * E)}
     call("attend_gradient", rows=q, columns=k, values=v, grad=grad, scale=scale, **parts)
     return d_q, d_k, d_v, parts["d_matrix"].view(F, K, E).transpose(0, 1)
+
+
+def dropped(x: Tensor, keys: Tensor, numbers: Tensor, below: int, scale: float) -> Tensor:
+    """Dropout of rows by their keys (B,) and numbers of places (count,), both int32; see layers/dropout.py."""
+    x, keys, numbers = x.contiguous(), keys.contiguous(), numbers.contiguous()
+    if x.numel() != len(keys) * len(numbers) or not keys.dtype == numbers.dtype == torch.int32:
+        raise ValueError(f"dropped: {tuple(x.shape)} must be {len(keys)} rows of {len(numbers)}, by keys and numbers of int32")
+    out, (rows, count) = torch.empty_like(x), (len(keys), len(numbers))
+    pointers = (t.data_ptr() for t in (out, x, keys, numbers))
+    library().neighbors_dropped(*pointers, rows, count, below, scale, torch.get_num_threads())
+    return out
 
 
 WRITTEN = ("out", "d_rows", "d_columns", "d_values", "d_matrix", "score", "kept", "chosen")

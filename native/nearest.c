@@ -123,22 +123,28 @@ INLINE vec exponential(vec x) {
 // score = softmax of scale x score + bias, over the last of (B H, N, K); kept = score after dropout.
 static void softmax_rows(const Call *c, int64_t g, int64_t first, int64_t last, float *x) {
   int64_t K = c->K;
+  for (int64_t r = K; r < whole(K); r++) x[r] = -__builtin_inff();  // is e to the minus infinity, 0
   for (int64_t n = first; n < last; n++) {
     int64_t at = (g * c->N + n) * K;
     for (int64_t r = 0; r < K; r++) x[r] = c->score[at + r] * c->scale + (c->bias ? c->bias[n * K + r] : 0);
     if (c->first) x[0] = *c->first;
-    float top = x[0], total = 0;
-    for (int64_t r = 1; r < K; r++) top = x[r] > top ? x[r] : top;
-    for (int64_t r = 0; r < K; r++) x[r] -= top;
-    for (int64_t r = K; r < whole(K); r++) x[r] = 0;
-    for (int64_t r = 0; r < K; r += W) store(x + r, exponential(load(x + r)));
-    for (int64_t r = 0; r < K; r++) total += x[r];
-    for (int64_t r = 0; r < K; r++) c->score[at + r] = x[r] / total;
+    vec top = load(x), total = {0};
+    for (int64_t r = W; r < whole(K); r += W) top = greater(top, load(x + r));
+    float most = greatest(top);
+    for (int64_t r = 0; r < whole(K); r += W) {
+      vec e = exponential(load(x + r) - most);
+      total += e;
+      store(x + r, e);
+    }
+    float all = sum(total);
+    for (int64_t r = 0; r < K; r++) c->score[at + r] = x[r] / all;
     for (int64_t r = 0; c->keep && r < K; r++) c->kept[at + r] = c->score[at + r] * c->keep[at + r];
+    for (int64_t r = K; r < whole(K); r++) x[r] = -__builtin_inff();
   }
 }
 
 #include "matrix.h"
+#include "dropout.h"
 
 // ---------------------------------------------------------------- attention over lists: scores, softmax and sum of a row in one go
 
@@ -188,7 +194,7 @@ static int64_t room(const Call *c) {  // that selecting takes
 }
 int64_t neighbors_nearest(const Call *c) { return shared(nearest_rows, c, c->N, R, room(c)); }
 int64_t neighbors_scan(const Call *c) { return shared(scan_rows, c, c->N, R, CHUNK * (c->D + R + 1)); }
-int64_t neighbors_others(const Call *c) { return shared(other_rows, c, c->N, 1, 2 * c->K); }
+int64_t neighbors_others(const Call *c) { return shared(other_rows, c, c->N, 1, whole(c->K)); }
 int64_t neighbors_bag(const Call *c) { return shared(bag_rows, c, c->N, 1, 0); }
 int64_t neighbors_pair_dot(const Call *c) { return shared(dot_rows, c, c->N, 1, 0); }
 int64_t neighbors_spread(const Call *c) { return shared(spread_channels, c, c->D, W, 0); }

@@ -74,21 +74,27 @@ static void rank(const int32_t *key, const int32_t *column, int64_t count, int64
 }
 
 // Columns outside of a list, by their places among all that are: the u-th of them comes after as many of the list as have at most u others
-// before them. `before` has room for K.
-static void others(const int64_t *list, int64_t K, const int64_t *place, int64_t S, int64_t *restrict before, int64_t *restrict to) {
-  for (int64_t r = 0; r < K; r++) before[r] = list[r];
-  for (int64_t i = 0; i < K; i++)
-    for (int64_t r = 0; r < K; r++) before[r] -= list[i] < list[r];
-  for (int64_t i = 0; i < S; i++) to[i] = place[i];
-  for (int64_t r = 0; r < K; r++)
-    for (int64_t i = 0; i < S; i++) to[i] += before[r] <= place[i];
+// before them. `before` has room for whole(K) numbers.
+static void others(const int64_t *list, int64_t K, const int64_t *place, int64_t S, int32_t *restrict before, int64_t *restrict to) {
+  for (int64_t r = 0; r < K; r += W) {
+    ivec column = (ivec){0} + INT32_MAX;  // beyond the list: after all others
+    for (int64_t l = 0; l < least(W, K - r); l++) column[l] = (int32_t)list[r + l];
+    ivec others_before = column;
+    for (int64_t i = 0; i < K; i++) others_before += (int32_t)list[i] < column;  // true is -1
+    *(ivec_at *)(before + r) = others_before;
+  }
+  for (int64_t i = 0; i < S; i += W) {
+    ivec u = {0};
+    for (int64_t l = 0; l < least(W, S - i); l++) u[l] = place[i + l] >> 31 ? -1 : (int32_t)place[i + l];  // what is no place is no column
+    ivec column = u;
+    for (int64_t r = 0; r < K; r++) column -= before[r] <= u;
+    for (int64_t l = 0; l < least(W, S - i); l++) to[i + l] = column[l];
+  }
 }
-
-INLINE int64_t *whole_numbers(float *scratch) { return (int64_t *)(((uintptr_t)scratch + 7) & ~(uintptr_t)7); }
 
 // What row n's list has beside the nearest, with its scores: first the row itself, last S others. `s` holds its scores with all columns, or
 // none where it was selected among some.
-static int completed(const Call *c, int64_t g, int64_t n, const float *s, int64_t *before) {
+static int completed(const Call *c, int64_t g, int64_t n, const float *s, int32_t *before) {
   int64_t K = c->K - c->S, at = (g * c->N + n) * c->K, *list = c->chosen + at;
   const float *row = group(c->rows, c, g) + n * c->rows.row, *columns = group(c->columns, c, g);
   if (c->among) list[0] = n;
@@ -121,7 +127,7 @@ static int nearest_rows(const Call *c, int64_t g, int64_t first, int64_t last, f
         __builtin_memcpy(c->score + to + i, &bits, 4);
         c->chosen[to + i] = c->among ? c->among[best[i]] : best[i];
       }
-      if ((c->among || c->S) && completed(c, g, n + r, c->among ? NULL : s + r * ld, whole_numbers((float *)x))) return 1;
+      if ((c->among || c->S) && completed(c, g, n + r, c->among ? NULL : s + r * ld, x)) return 1;
     }
   }
   return 0;
@@ -171,6 +177,6 @@ static int scan_rows(const Call *c, int64_t g, int64_t first, int64_t last, floa
 
 static int other_rows(const Call *c, int64_t g, int64_t first, int64_t last, float *scratch) {
   for (int64_t n = first; n < last; n++)
-    others(list_of(c, g, n), c->K, c->places + (g % c->H * c->N + n) * c->S, c->S, whole_numbers(scratch), c->chosen + (g * c->N + n) * c->S);
+    others(list_of(c, g, n), c->K, c->places + (g % c->H * c->N + n) * c->S, c->S, (int32_t *)scratch, c->chosen + (g * c->N + n) * c->S);
   return 0;
 }

@@ -53,6 +53,15 @@ INLINE float sum(vec x) {
   FOLD(x, x + other)
   return x[0];
 }
+INLINE vec greater(vec x, vec y) {
+  ivec first = x > y;
+  return (vec)((first & (ivec)x) | (~first & (ivec)y));
+}
+
+INLINE float greatest(vec x) {
+  FOLD(x, greater(x, other))
+  return x[0];
+}
 INLINE int32_t largest(ivec x) {
   FOLD(x, larger(x, other))
   return x[0];

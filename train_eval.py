@@ -76,9 +76,11 @@ def train(
             place.seconds += time.perf_counter() - started
             line |= {"val": scores, "images_per_second": round(speed, 1), "seconds": round(place.seconds, 3)}
             checkpoints.lines.append(line)  # the checkpoint has it first: what is missing on disk is written again from there
-            state.save(checkpoints, state.as_best(scores) if better else None)
+            ended = place.epoch >= until or out_of_patience(place, patience)
+            state.save(checkpoints, state.as_best(scores) if better else None, now=ended)
             log.epoch(line, better)
             if stop.agreed():
+                state.save(checkpoints)
                 raise Stopped(f"stopped by {stop.name} after epoch {place.epoch}", stop.exit_code)
     if place.epoch < config.training.num_epochs and not out_of_patience(place, patience):
         raise Stopped(f"stopped after epoch {place.epoch} of {config.training.num_epochs}, as asked", 0)
@@ -144,7 +146,7 @@ def step(state: TrainingState, group: list[Batch]) -> None:
     place.grad_norm = norm.item()
     state.require_finite(sum(sums.values()) / rows)
     # Clip, step, average.
-    if options.clip_grad_norm:
+    if options.clip_grad_norm and not place.grad_norm + 1e-6 <= options.clip_grad_norm:  # else it would multiply all by 1
         torch.nn.utils.clip_grads_with_norm_(list(state.parameters.values()), options.clip_grad_norm, norm)
     scaler.step(optimizer)
     scaler.update()

@@ -100,7 +100,9 @@ def verify_file(folder: Path, entry: Mapping[str, Any]) -> None:
 
 
 def write_index(folder: Path, body: dict[str, Any]) -> None:
-    files.write_json(folder / INDEX, {**body, "sha256": digest_of(body)})
+    """A line a key. NOTE: with indentation Python's slow encoder would write it, after each epoch; it has what all epochs found."""
+    lines = (f" {json.dumps(key)}: {json.dumps(value)}" for key, value in {**body, "sha256": digest_of(body)}.items())
+    files.write_atomically(folder / INDEX, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
 
 
 def digest_of(body: Any) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from classifiers.metrics import standard_metrics
+from inputs.indexed import read_index
 from tests.training.made import CLASSES, Backbone, Rooted, Watching, batches, classifier, configured, state, weights
 from train_eval import evaluate, grouped, step, train
 from training.checkpoint import Checkpoints
@@ -170,12 +173,12 @@ def test_mixed_rows_come_with_both_numbers():
 # ---------------------------------------------------------------- the loop
 
 
-def fit(folder: Any, **given: Any) -> Place:
+def fit(folder: Any, keeps: type[Checkpoints] = Checkpoints, **given: Any) -> Place:
     config = configured(**{"num_epochs": 5, "batch_size": 7, **given})
     train_set, val_set = batches(31, 7, shuffled=True), batches(16, 7)
     log = Log(folder, Tracker(folder, {}), epochs=config.training.num_epochs, batches=len(train_set))
     until = given.pop("until", config.training.num_epochs)
-    return train(config, classifier(), train_set, val_set, log=log, checkpoints=Checkpoints(folder), until=until)
+    return train(config, classifier(), train_set, val_set, log=log, checkpoints=keeps(folder), until=until)
 
 
 def test_training_writes_a_line_an_epoch_and_two_checkpoints(tmp_path):
@@ -186,6 +189,33 @@ def test_training_writes_a_line_an_epoch_and_two_checkpoints(tmp_path):
     assert (place.best_epoch, place.best) == (best["epoch"], best["val"])
     assert (place.epoch, place.updates, place.rows) == (3, 15, 93)
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["best", "last"]
+
+
+def test_short_epochs_are_not_all_written_and_the_last_and_the_best_are(tmp_path, monkeypatch):
+    """Epochs of a second that take a second to write: each sixth. What is there at the end is what writing all of them gives."""
+    written: list[tuple[int, int | None]] = []  # epochs of `last` and of a new `best`
+
+    class Noted(Checkpoints):
+        def _write(self, groups, facts, best):
+            written.append((facts["epoch"], best and best[1]["epoch"]))
+            super()._write(groups, facts, best)
+
+    seconds = itertools.count()
+    monkeypatch.setattr("training.checkpoint.time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    place = fit(tmp_path / "some", Noted, num_epochs=14, lr=0.05)
+    some, written[:] = dict(written), []
+    assert list(some) == [1, 6, 11, 14]
+    monkeypatch.setattr("training.checkpoint.TIMES", 0)
+    fit(tmp_path / "all", Noted, num_epochs=14, lr=0.05)
+    assert [last for last, _ in written] == list(range(1, 15))
+    bests = [best for _, best in written if best]
+    assert place.best_epoch == bests[-1] not in some  # it came between two
+    since = zip((0, *some), some, strict=False)
+    assert list(some.values()) == [max((best for best in bests if before < best <= at), default=None) for before, at in since]
+    for name in ("last", "best"):
+        indexes = [read_index(tmp_path / run / "checkpoints" / name) for run in ("some", "all")]
+        assert indexes[0]["files"] == indexes[1]["files"]
+        assert indexes[0]["facts"]["epoch"] == indexes[1]["facts"]["epoch"]
 
 
 def test_patience_ends_a_run_that_does_not_improve(tmp_path):

@@ -3,6 +3,8 @@ back."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +22,11 @@ from training import older
 from utils import BadOption, say
 
 LINES = 500  # of metrics.jsonl that a checkpoint keeps; those before have long been on disk
+# Where an epoch is shorter than writing it, not each is written: writing takes at most a twentieth of the time, unless more than five
+# seconds of training would be lost to a kill.
+TIMES, SECONDS = 20, 5.0
+
+Content = tuple[Mapping[str, Mapping[str, Tensor]], Mapping[str, Any]]  # groups of tensors, and facts
 
 
 def find(path: str | Path, prefer: str = "best", flag: str = "checkpoint") -> Path:
@@ -72,6 +79,8 @@ class Checkpoints:
     best_index: dict[str, Any] | None = None  # of the best that `last` belongs to
     lines: list[dict[str, Any]] = field(default_factory=list)  # of metrics.jsonl
     best_is_lost: bool = False
+    unwritten: Content | None = None  # a copy of a best whose epoch was not written
+    next_write: float = -math.inf  # of an epoch; by time.monotonic
 
     @property
     def last(self) -> Path:
@@ -81,21 +90,23 @@ class Checkpoints:
     def best(self) -> Path:
         return self.folder / "checkpoints" / "best"
 
-    def save(
-        self,
-        groups: Mapping[str, Mapping[str, Tensor]],
-        facts: Mapping[str, Any],
-        best: tuple[Mapping[str, Mapping[str, Tensor]], Mapping[str, Any]] | None = None,
-    ) -> None:
-        """`groups` and `facts` of the last epoch, and of the best one if it is a new one."""
-        here().on_first(lambda: self._save(groups, facts, best))
+    def save(self, last: Content, best: Content | None = None, *, now: bool = True) -> None:
+        """The last epoch, and the best one if it is a new one. Without `now`, one that came soon after another may stay unwritten."""
+        here().on_first(lambda: self._save(last, best, now))
 
-    def _save(
-        self,
-        groups: Mapping[str, Mapping[str, Tensor]],
-        facts: Mapping[str, Any],
-        best: tuple[Mapping[str, Mapping[str, Tensor]], Mapping[str, Any]] | None,
-    ) -> None:
+    def _save(self, last: Content, best: Content | None, now: bool) -> None:
+        began = time.monotonic()
+        if not now and began < self.next_write:
+            if best is not None:  # training goes on with these tensors
+                groups = {group: {name: value.detach().clone() for name, value in named.items()} for group, named in best[0].items()}
+                self.unwritten = groups, best[1]
+            return
+        best, self.unwritten = best or self.unwritten, None
+        self._write(*last, best)
+        done = time.monotonic()
+        self.next_write = done + min(TIMES * (done - began), SECONDS)
+
+    def _write(self, groups: Mapping[str, Mapping[str, Tensor]], facts: Mapping[str, Any], best: Content | None) -> None:
         if best is not None:
             self.best_index = store.stage(self.best, best[0], {**best[1], "run": self.run}, self.owner)
         kept = {"run": self.run, "best": self.best_index, "lines": self.lines[-LINES:]}
@@ -105,8 +116,7 @@ class Checkpoints:
 
     def replace_best(self, groups: Mapping[str, Mapping[str, Tensor]], facts: Mapping[str, Any]) -> None:
         """Another best that the same `last` belongs to."""
-        tensors, then = load(self.last)
-        self.save(tensors, then, (groups, facts))
+        self.save(load(self.last), (groups, facts))
 
     def load_last(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         tensors, facts = load(self.last)

@@ -17,7 +17,7 @@ from classifiers.classifier import Classifier, amp_dtype
 from config import Config
 from inputs.rows import Batch
 from training import checkpoint
-from training.checkpoint import Checkpoints
+from training.checkpoint import Checkpoints, Content
 from training.optimizer import Average, DropoutRamp, Schedule, make_optimizer
 from utils import Diverged, understood
 
@@ -130,8 +130,8 @@ class TrainingState:
 
     # ------------------------------------------------ to disk and back
 
-    def save(self, checkpoints: Checkpoints, best: tuple[dict[str, Any], dict[str, Any]] | None = None) -> None:
-        """Everything needed to go on as if never stopped, and `best` if this epoch is."""
+    def save(self, checkpoints: Checkpoints, best: Content | None = None, *, now: bool = True) -> None:
+        """Everything needed to go on as if never stopped, and `best` if this epoch is. `now`: see Checkpoints."""
         tensors, optimizer = checkpoint.pack_optimizer(self.optimizer)
         groups = {"model": self.model.state_dict(), "training": tensors}
         if self.ema is not None:
@@ -146,9 +146,9 @@ class TrainingState:
             "scaler": self.scaler.state_dict(),
         }
         facts = {**self.model.facts, "epoch": self.place.epoch, "seconds": self.place.seconds, "training": training}
-        checkpoints.save(groups | banks, facts | bank_facts, best)
+        checkpoints.save((groups | banks, facts | bank_facts), best, now=now)
 
-    def as_best(self, scores: dict[str, float] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    def as_best(self, scores: dict[str, float] | None) -> Content:
         """The weights that were evaluated, and how they did."""
         banks, bank_facts = checkpoint.pack_bank(self.averaged.head.bank)
         facts = {**self.model.facts, "epoch": self.place.epoch, "val": scores, "seconds": self.place.seconds}

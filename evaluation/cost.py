@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop_c
 from classifiers.classifier import Classifier
 
 _CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # older torch counts it as nothing
-ROUNDS = 7  # of a measurement, at least
+ROUNDS, NARROW = 7, 0.03  # of a measurement: at least so many; quartiles so far apart, of the median, are near enough
 UNCOUNTED = {} if _CPU_ATTENTION in flop_registry else {_CPU_ATTENTION: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v)}
 
 
@@ -57,16 +57,22 @@ def load_of(machine: float | None) -> str:
 
 
 @torch.no_grad()
-def rows_per_second(model: nn.Module, x: Tensor, seconds: float = 0.5) -> tuple[float, float, float]:
-    """Measured forward throughput on one batch, after a warm-up: quartile, median, quartile over at least 7 rounds."""
+def rows_per_second(model: nn.Module, x: Tensor, least: float = 0.1, most: float = 0.5) -> tuple[float, float, float]:
+    """Measured forward throughput on one batch, after a warm-up: quartile, median, quartile over at least 7 rounds.
+
+    For `least` seconds of rounds, and longer, up to `most`, while the quartiles are not near each other.
+    """
     timed(lambda: model(x), x.device)
     durations: list[float] = []
-    total = 0.0
-    while total < seconds or len(durations) < ROUNDS:
-        durations.append(timed(lambda: model(x), x.device))
-        total += durations[-1]
-    slow, middle, fast = (len(x) / q for q in reversed(statistics.quantiles(durations, n=4)))
-    return slow, middle, fast
+    total, wanted = 0.0, least
+    while True:
+        while len(durations) < ROUNDS or total < wanted:
+            durations.append(timed(lambda: model(x), x.device))
+            total += durations[-1]
+        fast, middle, slow = statistics.quantiles(durations, n=4)
+        if wanted >= most or slow - fast <= NARROW * middle:
+            return len(x) / slow, len(x) / middle, len(x) / fast
+        wanted = min(most, max(wanted, total) + most / 5)
 
 
 def timed(call: Callable[[], object], device: torch.device) -> float:

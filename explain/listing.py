@@ -78,7 +78,7 @@ def file_of(part: Any) -> Path | None:
 
 def cost_of(module: nn.Module, x: torch.Tensor) -> str:
     """Parameters, FLOPs of one row, and measured time of a batch."""
-    slow, median, fast = (1e3 * len(x) / speed for speed in rows_per_second(module.eval(), x, seconds=0.2))
+    slow, median, fast = (1e3 * len(x) / speed for speed in rows_per_second(module.eval(), x, most=0.2))
     return f"{parameters(module):,} parameters, {gflops(module, x):.3f} GFLOPs, {median:.3g} ms forward ({fast:.3g} to {slow:.3g})"
 
 

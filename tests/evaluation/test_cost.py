@@ -28,7 +28,7 @@ class Counting(nn.Module):
 
 def test_a_fast_model_is_measured_in_seven_rounds_after_a_warm_up() -> None:
     model = Counting()
-    low, median, high = cost.rows_per_second(model, torch.zeros(ROWS, 3), seconds=0)
+    low, median, high = cost.rows_per_second(model, torch.zeros(ROWS, 3), least=0, most=0)
     assert model.calls == 1 + 7
     assert 0 < low <= median <= high
 
@@ -37,15 +37,17 @@ def test_median_and_quartiles_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """A warm-up of 100 seconds that does not count, then rounds of 1 to 7 seconds, not in this order; 10 more between any two."""
     clock = accumulate(chain([0, 100], *([10, seconds] for seconds in (5, 1, 7, 3, 2, 6, 4))))
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-    assert cost.rows_per_second(Counting(), torch.zeros(ROWS, 3), seconds=0) == (ROWS / 6, ROWS / 4, ROWS / 2)
+    assert cost.rows_per_second(Counting(), torch.zeros(ROWS, 3), least=0, most=0) == (ROWS / 6, ROWS / 4, ROWS / 2)
 
 
-def test_a_slow_model_is_measured_for_as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = accumulate(chain([0, 1], *([0, 0.25] for _ in range(100))))
-    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-    model = Counting()
-    cost.rows_per_second(model, torch.zeros(ROWS, 3), seconds=3)
-    assert model.calls == 1 + 12
+def test_a_measurement_ends_when_its_quartiles_are_near_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds of a quarter of a second, all alike: for two seconds. Where every other takes twice as long: for four and a half."""
+    for rounds, calls in (([0, 0.25], [0, 0.25]), 1 + 8), (([0, 0.25], [0, 0.5]), 1 + 12):
+        clock = accumulate(chain([0, 1], *rounds * 50))
+        monkeypatch.setattr(time, "perf_counter", lambda clock=clock: next(clock))
+        model = Counting()
+        cost.rows_per_second(model, torch.zeros(ROWS, 3), least=2, most=4.5)
+        assert model.calls == calls
 
 
 def test_the_load_stands_beside_the_speed() -> None:

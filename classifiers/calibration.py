@@ -62,7 +62,7 @@ def calibrate(predictor: Predictor, retrieved: Retrieved, target: Tensor, mode: 
 def fit_all(fitted: Predictor, retrieved: Retrieved, target: Tensor, seed: int) -> Predictor:
     fitted.fitted_to(len(retrieved))
     epochs, spread = choose_fit(fitted, retrieved, target, seed)
-    starts = [p.detach().clone() for p in fitted.confidence()]
+    starts = values_of(fitted.confidence())
     before = copy.deepcopy(fitted)
     for _ in fit_attention(fitted, retrieved, target, epochs, seed):
         pass
@@ -135,7 +135,7 @@ def fit_confidence(
     """Fits the cheap step to scores that were computed once: L-BFGS on all rows. `spread`: standard deviation of the Gaussian that
     holds each parameter to where it starts. Raises NotFinite."""
     parameters = predictor.confidence() if parameters is None else parameters
-    starts = starts or [p.detach().clone() for p in parameters]
+    starts = starts or values_of(parameters)
     context = retrieved.context
     optimizer = torch.optim.LBFGS(parameters, lr=1, max_iter=100, history_size=20, line_search_fn="strong_wolfe")
 
@@ -174,6 +174,10 @@ def fit_confidence(
     return predictor
 
 
+def values_of(parameters: list[nn.Parameter]) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in parameters]
+
+
 def fit_attention(
     predictor: Predictor, retrieved: Retrieved, target: Tensor, epochs: int, seed: int, *, confidence: bool = True
 ) -> Iterator[int]:
@@ -199,7 +203,7 @@ def fit_attention(
 def choose_fit(predictor: Predictor, retrieved: Retrieved, target: Tensor, seed: int) -> tuple[int, float]:
     """Epochs of the final fit (0 keeps the attention as it is) and spread, by the NLL of rows left out of a fit."""
     folds = torch.randperm(len(target), generator=torch.Generator().manual_seed(fold_in(seed, 1))) % FOLDS
-    starts = [p.detach().clone() for p in predictor.confidence()]
+    starts = values_of(predictor.confidence())
     losses = torch.zeros(EPOCHS + 1, len(SPREADS), dtype=torch.float64)
     fits: list[list[Predictor]] = [[] for _ in range(EPOCHS + 1)]
     parts = []
@@ -234,16 +238,19 @@ def held_out(
 ) -> Tensor:
     """Summed NLL of rows left out, with the confidence fitted to the others, for each spread."""
     scores, other_scores = predictor.all_scores(known), predictor.all_scores(others)
-    losses = []
+    parameters = predictor.confidence()
+    before, losses = values_of(parameters), []
     for spread in spreads:
         try:
-            fitted = fit_confidence(copy.deepcopy(predictor), scores, known, target, starts=starts, spread=spread)
+            fit_confidence(predictor, scores, known, target, starts=starts, spread=spread)
         except NotFinite:
             losses.append(torch.tensor(math.inf, dtype=torch.float64))
             continue
         with torch.no_grad():
-            loss = F.nll_loss(fitted.log_probs(other_scores, others.context), truth, reduction="sum").double()
+            loss = F.nll_loss(predictor.log_probs(other_scores, others.context), truth, reduction="sum").double()
             losses.append(loss.nan_to_num(math.inf).cpu())
+    for parameter, value in zip(parameters, before, strict=True):
+        parameter.data.copy_(value)
     return torch.stack(losses)
 
 

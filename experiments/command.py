@@ -346,8 +346,8 @@ class Making:
         first_two = self.places(plan.seeds[:2])
         if told or not plan.family or len(plan.seeds) < 2 or not all((place.run / RESULTS).exists() for place in first_two):
             return
-        told.append(True)
-        if line := measured_power(self.comparison(), len(plan.seeds)):
+        if line := measured_power(self.comparison(), len(plan.seeds)):  # none while one of them, whose results are there, still ends
+            told.append(True)
             progress.line(line)
 
     def report(self, todo: Sequence[Place], where: Wanted) -> int:

@@ -11,14 +11,17 @@ import shutil
 import signal
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from experiments import plan as plans
 from experiments.cells import Place, claimed, holder, place_of
+from experiments.command import Making
 from experiments.live import Progress
 from experiments.plan import BACKBONE
 from main import main
-from tests.experiments.sweeps import FAKE, THREE, begun, check_runs, numbers, until
+from tests.experiments.sweeps import FAKE, FRAGILE, THREE, begun, check_runs, numbers, until
 from utils import BadOption
 
 
@@ -80,6 +83,23 @@ def test_nothing_runs_twice(copy: Path, capfd: pytest.CaptureFixture[str]) -> No
     assert main(["compare", "--output_dir", str(copy)]) == 0
     assert {f: f.stat().st_mtime_ns for f in copy.glob("cells/*/*/results.json")} == before
     assert "Attention" in capfd.readouterr().out
+
+
+def test_what_the_seeds_will_find_waits_for_a_run_that_has_results_and_still_ends(copy: Path) -> None:
+    plan = plans.read(copy)
+    assert plan is not None
+    notes = {arm.name: json.loads(place_of(copy, arm.name, 0).note.read_text()) for arm in plan.arms}
+    making = Making(plan, copy, {name: note["made_with"] for name, note in notes.items()}, {}, {})
+    lines: list[str] = []
+    told: list[bool] = []
+    progress: Any = SimpleNamespace(line=lines.append)
+    with claimed(place_of(copy, plan.arms[-1].name, 1)):
+        making.tell_power(told, progress)
+    assert (lines, told) == ([], [])
+    for _ in range(2):
+        making.tell_power(told, progress)
+    (line,) = lines
+    assert line.startswith("paired differences of seeds deviate by")
 
 
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
@@ -182,17 +202,7 @@ def test_other_code_makes_results_stale(copy: Path, capfd: pytest.CaptureFixture
 
 # ---------------------------------------------------------------- arms of every kind
 
-PLUGIN = """
-import torch
-from layers import Attention, LAYERS
-
-@LAYERS.register()
-class Fragile(Attention):
-    def mix(self, q, k, v):
-        if self.training and len(q) > 1:
-            raise RuntimeError("it broke")
-        return super().mix(q, k, v)
-
+PLUGIN = f"""{FRAGILE}
 @LAYERS.register()
 class Mine(Attention):
     pass
@@ -215,7 +225,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
 def test_one_failure_stops_nothing(mixed: tuple[Path, str, str]) -> None:
     folder, out, err = mixed
     log = folder / "cells" / "Fragile" / "seed0.log"
-    line = f"failed: Fragile, seed 0: error: plugin mine.py, line 9, in mix: RuntimeError: it broke (log: {log})"
+    line = f"failed: Fragile, seed 0: error: plugin mine.py, line 8, in mix: RuntimeError: it broke (log: {log})"
     assert err.count(line) == 2  # when it happened, and at the end
     assert "it broke" in log.read_text()
     assert f"Go on with: python main.py compare --output_dir {folder} --jobs 2 --plugin {folder.parent / 'mine.py'} --retry failed" in err
@@ -247,7 +257,7 @@ def test_fail_fast_starts_nothing_after_a_failure(tmp_path: Path, capfd: pytest.
     said = capfd.readouterr().err
     go_on = f"python main.py compare --output_dir {folder} --jobs 1 --plugin {tmp_path / 'mine.py'} --retry failed"
     assert f"error: stopped because a run failed (--fail_fast). Go on with: {go_on}" in said
-    assert "Fragile, seed 0: error: plugin mine.py, line 9, in mix: RuntimeError: it broke" in said
+    assert "Fragile, seed 0: error: plugin mine.py, line 8, in mix: RuntimeError: it broke" in said
     assert [f.parent.parent.name for f in folder.glob("cells/*/*/args.txt")] == ["Fragile"]
 
 

@@ -1,14 +1,21 @@
-"""The bank beside raw FAISS: searching, its kinds of index, and making it."""
+"""The bank beside raw FAISS: searching, its kinds of index, and making it.
+
+As a file, with `--rows`, it measures a bank on disk (bigbank.py).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+if not __package__:  # run as a file
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import numpy as np
 import torch
@@ -172,3 +179,9 @@ def making(ask: Ask, sizes: Sizes, x: Tensor, labels: Tensor) -> Group:
     sides: dict[str, Side] = {"all at once": all_at_once, "a batch at a time": a_batch_at_a_time}
     setting = f"making a bank of {len(x):,} rows, {x.nbytes / 2**20:.0f} MB"
     return Group(PART, setting, ("made",), ("all at once",), sides, ask.effort(sizes.rounds, sizes.seconds / 4), facts={"making": True})
+
+
+if __name__ == "__main__":
+    from benchmarks.bigbank import main
+
+    main()

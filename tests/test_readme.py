@@ -23,6 +23,7 @@ OTHERS = {"help", "help_all", "install_completion", "quick"}  # of a command lin
 OTHERS |= {"nproc_per_node", "nnodes", "rdzv_id", "rdzv_backend", "rdzv_endpoint"}  # torchrun's
 OTHERS |= {"nodes", "ntasks_per_node", "gpus_per_node", "signal", "me"}  # Slurm's
 OTHERS |= {"address"}  # Ray's
+OTHERS |= {"rows"}  # of benchmarks/bank.py
 
 # One process for all commands: loading torch takes longer than most of them.
 DRIVER = """

@@ -21,6 +21,14 @@ def not_deterministic_for_others():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def not_synced():
+    """What fsync is for, a loss of power, no test can make; waiting for the disk is a sixth of the time of a small run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: os.fstat(handle) and None)  # still of a file that is open
+        yield
+
+
 PICTURE = b"\x89PNG: a test that looks at curves.png says MEASURED = True"
 
 

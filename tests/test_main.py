@@ -193,10 +193,9 @@ def test_ignored_layer_flags_are_named(here: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("layer", list(LAYERS))
-def test_every_layer_trains(layer: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With no option of its own, and with the flags of all layers at once, as a sweep over --layer has them."""
+def test_every_layer_trains_with_the_flags_of_all(layer: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the flags of all layers at once, as a sweep over --layer has them. (tests/run/test_alone.py: with none of its own.)"""
     fake = [*FAKE, "--patch_size", "2"]  # 17 tokens
-    assert main([*fake, "--layer", layer, "--output_dir", "plain"]) == 0
     sweep = ["--K", "3", "--sampling_type", "spatial", "--num_samples", "3", "--branch_ratio", "0.5", "--kernel_size", "3"]
     sweep += ["--sparse_mode", "strided", "--sparse_context_window", "2", "--convolution_type", "standard", "--no-softmax_topk_val"]
     assert main([*fake, "--layer", layer, *sweep, "--similarity_type", "Loc", "--aggregation_type", "Col", "--output_dir", "sweep"]) == 0

@@ -17,6 +17,16 @@ ROOT = Path(__file__).parent.parent.parent
 FAKE = ["--dataset", "fake(train=60, test=30, size=8, classes=3)", "--patch_size", "4", "--num_layers", "1", "--num_heads", "1"]
 FAKE += ["--d_hidden", "6", "--d_mlp", "7", "--batch_size", "16", "--no-baselines", "--threads", "1"]
 THREE = [*FAKE, "--num_epochs", "3", "--layer", "Attention | KvtAttention(K=2|3)", "--seeds", "2"]
+FRAGILE = """
+from layers import Attention, LAYERS
+
+@LAYERS.register()
+class Fragile(Attention):
+    def mix(self, q, k, v):
+        if self.training and len(q) > 1:
+            raise RuntimeError("it broke")
+        return super().mix(q, k, v)
+"""
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 

@@ -17,22 +17,14 @@ import pytest
 
 from experiments.cells import Place, holder, place_of, state_of
 from experiments.live import last_epoch
-from tests.experiments.sweeps import FAKE, THREE, begun, check_runs, numbers, until
+from tests.experiments.sweeps import FAKE, FRAGILE, THREE, begun, check_runs, numbers, until
 
 pytestmark = pytest.mark.cluster
 SLURM = "slurm(cluster='local')"
 LONG = [*FAKE, "--num_epochs", "100", "--layer", "Attention | KvtAttention(K=2)", "--seeds", "1"]
 
-FRAGILE = """
+MORTAL = f"""{FRAGILE}
 import os, signal
-from layers import Attention, LAYERS
-
-@LAYERS.register()
-class Fragile(Attention):
-    def mix(self, q, k, v):
-        if self.training and len(q) > 1:
-            raise RuntimeError("it broke")
-        return super().mix(q, k, v)
 
 @LAYERS.register()
 class Killed(Attention):
@@ -102,14 +94,14 @@ def test_begun_on_ray_and_finished_here_with_the_help_of_submitit(alone: Path, r
 @pytest.mark.parametrize("cluster", ["ray", "slurm"])
 def test_failures_there_are_noted_as_here(cluster: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     executor = request.getfixturevalue(cluster)
-    (tmp_path / "mine.py").write_text(FRAGILE)
+    (tmp_path / "mine.py").write_text(MORTAL)
     words = [*FAKE, "--num_epochs", "1", "--layer", "Fragile | Killed", "--seeds", "1", "--plugin", str(tmp_path / "mine.py")]
     folder = tmp_path / "sweep"
     process = begun(folder, *words, "--executor", executor, "--jobs", "2")
     said = process.communicate()[1]
     assert process.returncode == 1, said[-3000:]
     broke, killed = (place_of(folder, arm, 0) for arm in ("Fragile", "Killed"))
-    line = "error: plugin mine.py, line 9, in mix: RuntimeError: it broke"
+    line = "error: plugin mine.py, line 8, in mix: RuntimeError: it broke"
     assert said.count(f"failed: Fragile, seed 0: {line} (log: {broke.log})") == 2
     assert said.count(f"failed: Killed, seed 0: killed by SIGKILL (log: {killed.log})") == 2
     assert "it broke" in broke.log.read_text()

@@ -18,6 +18,7 @@ from tests.run.test_alone_again import CASES
 CHEAP: dict[str, Any] = {"calibrate": "temperature", "baselines": False}
 PLAIN: dict[str, Any] = {**CHEAP, "num_epochs": 4, "num_layers": 2, "lr": 4e-3, "mixup_alpha": 0.0, "ema_decay": 0.0, "dropout": 0.0}
 ATTN, KNN, BOTH = {"head": "attn-knn"}, {"head": "knn"}, {"head": "linear+knn"}
+BRIEF = {**ATTN, "head_epochs": 0}
 CONV, SAMPLED = {"layer": "ConvNNAttention"}, {"layer": "ConvNNAttention", "sampling_type": "spatial", "num_samples": 4}
 BRANCH = {"layer": "BranchConv"}
 
@@ -45,11 +46,11 @@ IMAGES: dict[str, list[dict[str, Any]]] = {
     "sparse_mode": [{"layer": "SparseAttention", "sparse_mode": "strided", "sparse_context_window": 4}],
     "sparse_context_window": [{"layer": "SparseAttention", "sparse_context_window": 9}],
     "resize": [{"resize": 16}],
-    "augment": [{**ATTN, "augment": True}],
+    "augment": [{**BRIEF, "augment": True}],
     "noise": [{"noise": 0.1}],
-    "cutmix_alpha": [{**ATTN, "cutmix_alpha": 0.5}],
+    "cutmix_alpha": [{**BRIEF, "cutmix_alpha": 0.5}],
     "tta": [{"tta": 3}],
-    "use_amp": [{**ATTN, "use_amp": True}],
+    "use_amp": [{**BRIEF, "use_amp": True}],
 }
 
 # All else: wine (178 rows), a table and a small network, with the defaults and to the end.
@@ -171,8 +172,8 @@ def test_a_head_over_neighbors_trains_alone(head: str, embed_dim: int, tmp_path:
 
 
 def test_the_older_form_collapses_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What the test above would find if features were not standardized and dropout did not grow."""
-    older = {"standardize": False, "dropout_ramp": False}
+    """What the test above would find if features were not standardized, dropout did not grow, and the head had no epochs of its own."""
+    older = {"standardize": False, "dropout_ramp": False, "head_epochs": 0}
     results = run({**HARD, **older, "head": "attn-knn", "output_dir": str(tmp_path / "run")}, Action())
     assert results["test"]["accuracy"] < 0.7
     assert "collapse: rows of different classes have nearly the same embedding" in capsys.readouterr().err

@@ -49,5 +49,5 @@ class OnNode:
         if self.run is not None:
             if not self.told:
                 self.run.stop()
-            self.run.wait_for_end()
+            self.run.ended()
         return DelayedSubmission(OnNode(), job)

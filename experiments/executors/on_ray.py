@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,16 +41,21 @@ class Ray:
         memory = None if options.memory_gb is None else int(options.memory_gb * 2**30)
         self.needs: dict[str, Any] = {"num_cpus": cpus, "num_gpus": options.num_gpus, "memory": memory, "resources": options.resources}
         self.task: Any = None
+        self.gate: Any = None
         self.at_work: dict[Any, Mapping[str, Any]] = {}  # by what Ray calls a task
 
     def __enter__(self) -> Ray:
         import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         before = signal.getsignal(signal.SIGTERM)
         try:
             check_answers(self.options.address)
             ray.init(address=self.options.address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
             self.task = ray.remote(there).options(**self.needs)
+            beside = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+            kept = {"max_restarts": -1, "max_task_retries": -1}
+            self.gate = ray.remote(Gate).options(num_cpus=0, scheduling_strategy=beside, **kept).remote()
         except Exception as error:  # of many kinds, bare ones among them
             ray.shutdown()
             raise BadOption("executor", f"ray: {shortened(error, 200)}", self.options.address or "ray") from None
@@ -83,7 +89,7 @@ class Ray:
         pass
 
     def start(self, job: Mapping[str, Any]) -> None:
-        self.at_work[self.task.remote({**job, "cwd": os.getcwd()})] = job
+        self.at_work[self.task.remote({**job, "cwd": os.getcwd()}, self.gate)] = job
 
     def ended(self, seconds: float) -> list[Ended]:
         import ray
@@ -96,8 +102,6 @@ class Ray:
 
         try:
             return Ended(run, ray.get(task))
-        except ray.exceptions.TaskCancelledError:
-            return Ended(run, STOPPED[0])
         except ray.exceptions.RayError as error:
             cause = getattr(error, "cause", None) or error
             return Ended(run, 1, f"error: ray: {type(cause).__name__}: {shortened(cause, 200)}")
@@ -105,10 +109,38 @@ class Ray:
     def stop(self) -> Iterator[Ended]:
         import ray
 
-        for task in self.at_work:
-            ray.cancel(task)
+        entered = ray.get(self.gate.close.remote())
+        for task, run in [(task, job["run"]) for task, job in self.at_work.items() if job["run"] not in entered]:
+            del self.at_work[task]
+            yield Ended(run, STOPPED[0])
         while self.at_work:
             yield from self.ended(SECONDS)
+
+
+class Gate:
+    """An actor that every task asks: before it starts its run, and while the run is at work.
+
+    NOTE: in the place of ray.cancel, which may end this whole process with a failed check of Ray's own where it meets a task that is
+    just starting or ending.
+    """
+
+    def __init__(self) -> None:
+        self.entered: set[str] = set()
+        self.closed = False
+
+    def enter(self, run: str) -> bool:
+        """Whether it may start."""
+        if not self.closed:
+            self.entered.add(run)
+        return not self.closed
+
+    def close(self) -> set[str]:
+        """No run starts from now on; those that have are to save and end."""
+        self.closed = True
+        return self.entered
+
+    def is_closed(self) -> bool:
+        return self.closed
 
 
 def check_answers(address: str | None) -> None:
@@ -119,14 +151,20 @@ def check_answers(address: str | None) -> None:
         socket.create_connection((host, int(port)), timeout=10).close()
 
 
-def there(job: Mapping[str, Any]) -> int:
+def there(job: Mapping[str, Any], gate: Any) -> int:
     """In a worker of the cluster: the run's exit code."""
-    run = None
-    try:
-        run = RunProcess(job)
-        return run.wait()
-    except KeyboardInterrupt:  # cancelled
-        if run is None:
-            return STOPPED[0]
-        run.stop()
-        return run.wait()
+    if not answer(gate.enter.remote(job["run"])):
+        return STOPPED[0]
+    run = RunProcess(job)
+    while not run.ended(SECONDS):
+        if answer(gate.is_closed.remote()):
+            run.stop()
+    return run.wait()
+
+
+def answer(question: Any) -> Any:
+    """NOTE: by another thread, because Ray lends the CPUs of a task whose main thread waits for an answer to the next task."""
+    import ray
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(ray.get, question).result()

@@ -16,7 +16,6 @@ from experiments.cells import Place
 from inputs.files import NO_FOLLOW
 
 ROOT = Path(__file__).parent.parent.parent
-SECONDS = 0.5  # after which a wait looks up: Ray's word that a task is cancelled wakes nobody
 
 
 def environment(threads: int) -> dict[str, str]:
@@ -54,11 +53,11 @@ class RunProcess:
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
 
-    def wait_for_end(self) -> None:
-        while not select.select([self.living], [], [], SECONDS)[0]:
-            pass
+    def ended(self, seconds: float | None = None) -> bool:
+        """Whether it has, or does within so many seconds; by default, when it has."""
+        return bool(select.select([self.living], [], [], seconds)[0])
 
     def wait(self) -> int:
         """The exit code."""
-        self.wait_for_end()
+        self.ended()
         return self.process.wait()

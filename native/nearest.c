@@ -43,25 +43,34 @@ static int bag_rows(const Call *c, int64_t g, int64_t first, int64_t last, float
   return 0;
 }
 
-// out[index[n, r]] += weight[n, r] factor[r] rows[n], for channels first to last. `out` holds zeros before.
+// out[index[r]] += weight[r] factor[r] row, `vectors` vectors of channels from channel d on.
+INLINE void scatter(int vectors, const Call *c, float *out, const float *row, const int64_t *index, const float *weight, int64_t d) {
+  vec x[4];
+  for (int v = 0; v < vectors; v++) x[v] = load(row + d + v * W);
+  for (int64_t r = 0; r < c->K; r++) {
+    float *to = out + index[r] * c->out.row + d;
+    for (int v = 0; v < vectors; v++) {
+      vec w = (vec){0} + weight[r];
+      if (c->factor) w *= load(c->factor + r * c->D + d + v * W);
+      store(to + v * W, load(to + v * W) + w * x[v]);
+    }
+  }
+}
+
+// The same for all rows n, channels first to last. `out` holds zeros before.
 static int spread_channels(const Call *c, int64_t g, int64_t first, int64_t last, float *scratch) {
   (void)scratch;
-  int64_t D = c->D, K = c->K;
+  int64_t K = c->K;
+  float *out = group(c->out, c, g);
   for (int64_t n = 0; n < c->N; n++) {
     const int64_t *index = list_of(c, g, n);
     const float *weight = c->weight + (g * c->N + n) * K, *row = group(c->rows, c, g) + n * c->rows.row;
     if (outside(index, K, c->M)) return 1;
-    for (int64_t r = 0; r < K; r++) {
-      float *to = group(c->out, c, g) + index[r] * c->out.row;
-      const float *factor = c->factor ? c->factor + r * D : NULL;
-      int64_t d = first;
-      for (; d + W <= last; d += W) {
-        vec w = (vec){0} + weight[r];
-        if (factor) w *= load(factor + d);
-        store(to + d, load(to + d) + w * load(row + d));
-      }
-      for (; d < last; d++) to[d] += weight[r] * (factor ? factor[d] : 1) * row[d];
-    }
+    int64_t d = first;
+    for (; d + 4 * W <= last; d += 4 * W) scatter(4, c, out, row, index, weight, d);
+    for (; d + W <= last; d += W) scatter(1, c, out, row, index, weight, d);
+    for (; d < last; d++)
+      for (int64_t r = 0; r < K; r++) out[index[r] * c->out.row + d] += weight[r] * (c->factor ? c->factor[r * c->D + d] : 1) * row[d];
   }
   return 0;
 }

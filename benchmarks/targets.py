@@ -29,7 +29,9 @@ class Target(NamedTuple):
     in_seconds: bool = False
 
     def reached(self, line: Line) -> bool:
-        return (line.seconds if self.in_seconds else line.ratio).median <= self.most
+        if self.in_seconds:
+            return line.seconds.median <= self.most
+        return round(line.ratio.median, 2) <= round(self.most, 2)  # as both are shown
 
     def __str__(self) -> str:
         return f"{self.most:.3g} s" if self.in_seconds else f"{self.most:.2f}"

@@ -157,6 +157,8 @@ def test_targets_stand_beside_what_was_found() -> None:
     group = Group("layers", "s", ("forward + backward",), ("base",), {}, Effort(1, 1))
     assert "| 0.70 (0.70-0.70)   | 0.70, met |" in table(group, [met])
     assert "| 0.71 (0.71-0.71)   | 0.70, missed |" in table(group, [missed])
+    assert Target(0.70).reached(line_of("KvtAttention", "forward", 0.7049, tokens=197))  # shown as 0.70
+    assert not Target(0.70).reached(line_of("KvtAttention", "forward", 0.7051, tokens=197))
     assert as_json(missed)["target"] == {"most": 0.7, "of": "ratio"}
 
 

@@ -19,7 +19,7 @@ from ranks import here, together
 from run.complete import complete
 from run.parts import Kept, build_model, features_at_rest, load_data, loader, loaders
 from tests import sharded
-from train_eval import train, train_head
+from train_eval import evaluate, train, train_head
 from training.checkpoint import Checkpoints
 from training.progress import Log, Silent, Tracker
 from utils import Stopped
@@ -101,7 +101,8 @@ def trained(given: dict[str, Any], folder: Path, until: int = 0, resume: bool = 
     if config.training.head_epochs:
         rest = features_at_rest(config, data, model.float(), CPU)  # in float32, so that rows which are copies stay so
         assert rest[1] is not None
-        alone = train_head(config, model.double(), Doubled(rest[0]), Doubled(rest[1]))
+        train_head(config, model.double(), Doubled(rest[0]))
+        alone = evaluate(model, Doubled(rest[1]))
     lines = [{k: v for k, v in line.items() if k not in ("seconds", "images_per_second")} for line in checkpoints.lines]
     return {"lines": lines, "alone": alone, "weights": float(sum(p.detach().abs().sum() for p in model.parameters()))}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from train_eval import better_epoch
+from train_eval import better_epoch, better_head
 from training.state import Place
 
 
@@ -41,3 +41,25 @@ def test_a_perfect_accuracy_has_a_standard_error_too() -> None:
 @pytest.mark.parametrize(("select", "best"), [("nll", 2), ("last", 3)])
 def test_other_rules(select: str, best: int) -> None:
     assert chosen(select, 601, (0.9, 0.5), (0.5, 0.3), (0.6, 0.4)) == best
+
+
+# ---------------------------------------------------------------- a head before and after its own epochs
+
+LOWER, HIGHER = ({"nll": 0.3}, {"nll": 0.4}), ({"nll": 0.4}, {"nll": 0.3})  # after, before
+
+
+@pytest.mark.parametrize(("lost", "gained"), [(0, 0), (3, 0), (4, 0), (0, 4), (9, 4), (39, 26)])
+def test_a_head_has_the_lower_nll_where_chance_explains_which_rows_changed(lost: int, gained: int) -> None:
+    """Of four coins all show heads with .5^4 = .0625; of 13 nine or more with .133, of 65 39 or more with .068."""
+    assert better_head(*LOWER, lost, gained, "accuracy") is True
+    assert better_head(*HIGHER, lost, gained, "accuracy") is False
+
+
+@pytest.mark.parametrize(("lost", "gained"), [(5, 0), (12, 2), (40, 25)])
+def test_more_rows_changed_one_way_than_chance_explains(lost: int, gained: int) -> None:
+    """Of five coins .5^5 = .031; of 14 twelve or more .006; of 65 40 or more .041."""
+    for pair in (LOWER, HIGHER):
+        assert better_head(*pair, lost, gained, "accuracy") is False
+        assert better_head(*pair, gained, lost, "accuracy") is True
+        assert better_head(*pair, lost, gained, "nll") is (pair is LOWER)
+        assert better_head(*pair, lost, gained, "last") is True

@@ -65,7 +65,8 @@ def test_a_head_that_is_no_better_stays_as_it_was(runs: Path) -> None:
 
 def test_rows_that_changed_are_counted(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Predictions are made up: before, each row but the first is right; after, each but the second, third and fourth."""
-    wrong, told = iter(([0], [1, 2, 3])), list[Any]()
+    wrong = iter(([0], [1, 2, 3]))
+    told: tuple[Any, ...] = ()
 
     def made_up(model: Any, rows: Any) -> torch.Tensor:
         target = rows.target.clone()
@@ -73,8 +74,13 @@ def test_rows_that_changed_are_counted(runs: Path, tmp_path: Path, monkeypatch: 
             target[row] = (target[row] + 1) % model.num_classes
         return torch.eye(model.num_classes)[target].clamp_min(1e-3).log()
 
+    def noted(*given: Any) -> bool:
+        nonlocal told
+        told = given
+        return False
+
     monkeypatch.setattr(run.head_alone, "predictions", made_up)
-    monkeypatch.setattr(run.head_alone, "better_head", lambda *given: told.extend(given) or False)
+    monkeypatch.setattr(run.head_alone, "better_head", noted)
     start({**SMALL, "output_dir": str(tmp_path / "run")}, Action())
     after, before, *rest = told
     assert rest == [3, 1, "accuracy"]

@@ -42,6 +42,7 @@ ARMS = {"linear": ["--head", "linear"]} | {
 # What heads over neighbors have by default, for the linear head.
 ALONE = {"linear, head_epochs 10": ["--head", "linear", "--head_epochs", "10"]}
 RAMPED = {"linear, dropout_ramp": ["--head", "linear", "--dropout_ramp"]}
+RAMPED |= {"linear, both": ["--head", "linear", "--head_epochs", "10", "--dropout_ramp"]}
 FASHION = ["--config", str(RECIPES / "neighbors_fashion.yaml"), "--dropout", ".1"]
 CIFAR = ["--model", "timm/resnet18", "--num_epochs", "4", "--batch_size", "64", "--lr", "1e-3", "--augment", "--use_amp", "--resize", "16"]
 

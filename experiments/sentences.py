@@ -116,9 +116,9 @@ def _what_settles(found: Settling, verdict: Verdict, verdicts: Verdicts) -> str:
     if seeds and rows:
         ways = " or ".join((seeds, rows) if estimate.spread.seed >= estimate.spread.row else (rows, seeds))
     elif seeds:
-        ways = f"{seeds}; more test rows alone would not do (seeds are {of_seeds} of the variance)"
+        ways = f"{seeds}; more test rows alone would not do ({of_seeds} of the variance is between seeds, and stays)"
     elif rows:
-        ways = f"{rows}; more seeds alone would not do (test rows are {of_rows} of the variance)"
+        ways = f"{rows}; more seeds alone would not do ({of_rows} of the variance is between test rows, and stays)"
     elif found.both:
         ways = f"{found.both[0]:,} seeds on {found.both[1]:,} test rows; neither alone would do"
     else:

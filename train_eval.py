@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -187,17 +188,18 @@ def better_epoch(scores: dict[str, float], place: Place, select: str, rows: int)
     return scores["accuracy"] >= least and (lower or best["accuracy"] < least)
 
 
-def better_head(after: dict[str, float], before: dict[str, float], lost: int, gained: int, select: str) -> bool:
-    """Whether a head that learned on alone is better than it was. Validation rows that it had right before, and not after, are `lost`.
+def better_head(after: Judged, before: Judged, select: str) -> bool:
+    """Whether a head that learned on alone is better than it was, on the same validation rows.
 
     By accuracy: the lower NLL wins, unless chance explains no more that rows changed one way (sign test, one-sided 5 %, in its normal
     approximation). NOTE: not as better_epoch: that epoch was the highest of many, and whoever tries once lies under it by chance alone.
     """
     if select == "last":
         return True
+    lost, gained = (int((one.right & ~other.right).sum()) for one, other in ((before, after), (after, before)))
     if select == "accuracy" and abs(lost - gained) - 1 > 1.645 * math.sqrt(lost + gained):
         return gained > lost
-    return after["nll"] < before["nll"]
+    return after.scores["nll"] < before.scores["nll"]
 
 
 def take_for_best(state: TrainingState, refresher: BankRefresher, val_set: AnyBatches | None, checkpoints: Checkpoints) -> None:
@@ -215,13 +217,19 @@ def out_of_patience(place: Place, patience: int) -> bool:
     return patience > 0 and place.stale >= patience
 
 
-def evaluate(model: Classifier, rows: AnyBatches) -> dict[str, float]:
-    """Metrics of the model as trained, over all rows: predictions are collected, then counted once."""
-    log_probs = predictions(model, rows)
+class Judged(NamedTuple):
+    """A model as trained: its scores, and which rows it has right."""
+
+    scores: dict[str, float]
+    right: Tensor
+
+
+def judged(model: Classifier, rows: AnyBatches) -> Judged:
+    """Over all rows: predictions are collected, then counted once."""
+    log_probs, target = model.of_rows(rows, lambda features: full_precision(model.head(features))).cpu(), rows.target.cpu()
     # NOTE: what follows from them must be the same everywhere, and processors may differ in the last digit.
-    return here().on_first(lambda: standard_metrics(log_probs, rows.target.cpu()))
+    return here().on_first(lambda: Judged(standard_metrics(log_probs, target), log_probs.argmax(1) == target))
 
 
-def predictions(model: Classifier, rows: AnyBatches) -> Tensor:
-    """Log-probabilities of the model as trained, (N, C)."""
-    return model.of_rows(rows, lambda features: full_precision(model.head(features))).cpu()
+def evaluate(model: Classifier, rows: AnyBatches) -> dict[str, float]:
+    return judged(model, rows).scores

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from classifiers.bank import Bank
 from classifiers.classifier import Classifier
-from classifiers.metrics import standard_metrics
 from config import Config
 from inputs.batches import AnyBatches
 from inputs.rows import Data
-from ranks import here
 from run.parts import features_at_rest
-from train_eval import better_head, predictions, train_head
+from train_eval import better_head, judged, train_head
 from training import checkpoint
 from training.bank import build_bank
 from training.checkpoint import Checkpoints
@@ -61,12 +58,12 @@ def _learned(
 ) -> dict[str, Any]:
     begun, before, after, kept = time.perf_counter(), place.best, None, True
     train_set, val_set = features_at_rest(config, data, model, device)
-    then = looked(model, val_set)
+    then = judged(model, val_set) if val_set else None
     try:
         train_head(config, model, train_set)
-        if (now := looked(model, val_set)) and then:
-            lost, gained = (int((one.right & ~other.right).sum()) for one, other in ((then, now), (now, then)))
-            after, kept = now.scores, better_head(now.scores, then.scores, lost, gained, config.training.select)
+        if val_set and then:
+            now = judged(model, val_set)
+            after, kept = now.scores, better_head(now, then, config.training.select)
     except Diverged as error:
         say(f"head alone: {error}")
         kept = False
@@ -78,20 +75,6 @@ def _learned(
     checkpoints.replace_best({"model": model.state_dict()} | banks, facts)
     say(f"head alone: {told(found, after)}")
     return facts
-
-
-class Looked(NamedTuple):
-    """A head on the validation rows: its scores, and which rows it has right."""
-
-    scores: dict[str, float]
-    right: Tensor
-
-
-def looked(model: Classifier, rows: AnyBatches | None) -> Looked | None:
-    if rows is None:
-        return None
-    log_probs, target = predictions(model, rows), rows.target.cpu()
-    return here().on_first(lambda: Looked(standard_metrics(log_probs, target), log_probs.argmax(1) == target))
 
 
 def told(found: Mapping[str, Any], after: Mapping[str, float] | None) -> str:

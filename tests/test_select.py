@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from train_eval import better_epoch, better_head
+from train_eval import Judged, better_epoch, better_head
 from training.state import Place
 
 
@@ -45,21 +46,30 @@ def test_other_rules(select: str, best: int) -> None:
 
 # ---------------------------------------------------------------- a head before and after its own epochs
 
-LOWER, HIGHER = ({"nll": 0.3}, {"nll": 0.4}), ({"nll": 0.4}, {"nll": 0.3})  # after, before
+def head(nll: float, *right: int) -> Judged:
+    """Groups of rows that are right or not, in turn."""
+    rows = [torch.full((count,), number % 2 == 0) for number, count in enumerate(right)]
+    return Judged({"nll": nll}, torch.cat(rows))
+
+
+def better(after_nll: float, before_nll: float, lost: int, gained: int, select: str) -> bool:
+    """Five rows stay right, the next are lost, the last are gained."""
+    after, before = head(after_nll, 5, lost, gained), head(before_nll, 5 + lost, gained)
+    return better_head(after, before, select)
 
 
 @pytest.mark.parametrize(("lost", "gained"), [(0, 0), (3, 0), (4, 0), (0, 4), (9, 4), (39, 26)])
 def test_a_head_has_the_lower_nll_where_chance_explains_which_rows_changed(lost: int, gained: int) -> None:
     """Of four coins all show heads with .5^4 = .0625; of 13 nine or more with .133, of 65 39 or more with .068."""
-    assert better_head(*LOWER, lost, gained, "accuracy") is True
-    assert better_head(*HIGHER, lost, gained, "accuracy") is False
+    assert better(0.3, 0.4, lost, gained, "accuracy")
+    assert not better(0.4, 0.3, lost, gained, "accuracy")
 
 
 @pytest.mark.parametrize(("lost", "gained"), [(5, 0), (12, 2), (40, 25)])
 def test_more_rows_changed_one_way_than_chance_explains(lost: int, gained: int) -> None:
     """Of five coins .5^5 = .031; of 14 twelve or more .006; of 65 40 or more .041."""
-    for pair in (LOWER, HIGHER):
-        assert better_head(*pair, lost, gained, "accuracy") is False
-        assert better_head(*pair, gained, lost, "accuracy") is True
-        assert better_head(*pair, lost, gained, "nll") is (pair is LOWER)
-        assert better_head(*pair, lost, gained, "last") is True
+    for pair in ((0.3, 0.4), (0.4, 0.3)):
+        assert not better(*pair, lost, gained, "accuracy")
+        assert better(*pair, gained, lost, "accuracy")
+        assert better(*pair, lost, gained, "nll") is (pair == (0.3, 0.4))
+        assert better(*pair, lost, gained, "last")

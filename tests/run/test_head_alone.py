@@ -63,30 +63,6 @@ def test_a_head_that_is_no_better_stays_as_it_was(runs: Path) -> None:
     assert other["val"] == one["val"] == other["about"]["head_alone"]["before"]
 
 
-def test_rows_that_changed_are_counted(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Predictions are made up: before, each row but the first is right; after, each but the second, third and fourth."""
-    wrong = iter(([0], [1, 2, 3]))
-    told: tuple[Any, ...] = ()
-
-    def made_up(model: Any, rows: Any) -> torch.Tensor:
-        target = rows.target.clone()
-        for row in next(wrong):
-            target[row] = (target[row] + 1) % model.num_classes
-        return torch.eye(model.num_classes)[target].clamp_min(1e-3).log()
-
-    def noted(*given: Any) -> bool:
-        nonlocal told
-        told = given
-        return False
-
-    monkeypatch.setattr(run.head_alone, "predictions", made_up)
-    monkeypatch.setattr(run.head_alone, "better_head", noted)
-    start({**SMALL, "output_dir": str(tmp_path / "run")}, Action())
-    after, before, *rest = told
-    assert rest == [3, 1, "accuracy"]
-    assert (before["accuracy"] - after["accuracy"]) * round(1 / (1 - before["accuracy"])) == pytest.approx(2)
-
-
 def test_results_are_those_of_the_head_that_was_kept(runs: Path) -> None:
     found = results(runs / "kept")
     alone = {name: value for name, value in found["about"]["head_alone"].items() if name != "seconds"}

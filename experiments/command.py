@@ -146,10 +146,8 @@ def run_plan(plan: Plan, folder: Path, where: Wanted, retry: frozenset[str], *, 
 def modules_of(plan: Plan) -> list[str]:
     """What the runs will load, worth loading once for all: of a run of a second, loading takes most. torch asks for its compiler in
     every run, whether it compiles or not."""
-    of_all = [arm.flags for arm in plan.arms]
-    timm = any(str(f.get("model", "")).startswith("timm/") for f in of_all)
-    digits = any(f.get("dataset", "digits") == "digits" for f in of_all)
-    return ["torch._inductor", "matplotlib.pyplot", *["timm"] * timm, *["sklearn.datasets"] * digits]
+    timm = any(str(arm.flags.get("model", "")).startswith("timm/") for arm in plan.arms)
+    return ["torch._inductor", "matplotlib.pyplot", *["timm"] * timm]
 
 
 def default_folder() -> str:

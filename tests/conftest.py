@@ -1,5 +1,6 @@
 """For all tests: no more than two threads, so that numbers and times are alike wherever they run; what a run sets is set back."""
 
+import gc
 import os
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as main.py has it; read when torch loads
@@ -48,3 +49,13 @@ LONGEST = ("test_readme.py",)  # a minute in one test: begun last, it would end 
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
+def pytest_collection_finish():
+    """Modules and tests stay to the end: the garbage collector need not look through their million objects again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()  # an end that leaves objects behind is one that extensions complain of

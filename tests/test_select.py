@@ -46,6 +46,7 @@ def test_other_rules(select: str, best: int) -> None:
 
 # ---------------------------------------------------------------- a head before and after its own epochs
 
+
 def head(nll: float, *right: int) -> Judged:
     """Groups of rows that are right or not, in turn."""
     rows = [torch.full((count,), number % 2 == 0) for number, count in enumerate(right)]

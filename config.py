@@ -141,6 +141,7 @@ class DataOptions:
     noise: float = flag(0.0, "standard deviation of Gaussian noise on images (0..1); with --test_only on test images", rule=at_least(0))
     val_fraction: float = flag(0.1, "share of the training set held out for validation", rule=fraction())
     split_seed: int = flag(0, "validation rows and all else about the data follow from it, whatever --seed is", rule=SEED)
+    test_seed: int = flag(0, "draws the test rows of a data set that has none of its own, whatever the other seeds are", rule=SEED)
     label_noise: str | None = flag(None, "RATE[:symmetric|asymmetric] or FILE.npz:KEY, training split only")
     noisy_val: bool = flag(False, "--label_noise for the labels of the validation rows too")
     keep_duplicates: bool = flag(False, "exact copies of training rows stay: as neighbors of each other, and as validation rows")

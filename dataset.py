@@ -27,7 +27,7 @@ from utils import BadOption, Call, Registry, check_file, check_options, fold_in,
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 FILE_SIZE = 224  # image files have many sizes; the model sees this one unless --resize says otherwise
-TEST_FRACTION, TEST_SEED = 0.2, 0  # for sources without a test set: the same rows whatever --seed is
+TEST_FRACTION = 0.2  # of the rows of a source without a test set
 
 DATASETS: Registry[Callable[..., Source]] = Registry("dataset", "data set")
 PREFIXES = {"folder": "folder:PATH", "npz": "npz:FILE", "csv": "csv:FILE:TARGET"}
@@ -39,6 +39,7 @@ def load(
     *,
     val_fraction: float = 0.1,
     split_seed: int = 0,
+    test_seed: int = 0,
     label_noise: str | None = None,
     noisy_val: bool = False,
     imbalance: float = 1.0,
@@ -48,11 +49,10 @@ def load(
     fitted: dict[str, Any] | None = None,
     ready: bool = False,
 ) -> Data:
-    """A data set by name, split. `fitted` re-uses the statistics of an earlier run instead of those of this training split.
-    `noisy_val`: label noise in the validation rows too, as real ones have it.
-    `ready`: numeric rows are features already and stay as they are. `subset`: the share of training rows that is there at all.
-    """
-    source = _with_test_set(readable(checked(_read(name, Path(data_path)), name), name, skip_broken))
+    """A data set by name, split. `fitted` re-uses the statistics of an earlier run instead of those of this training split. `noisy_val`:
+    label noise in the validation rows too. `ready`: numeric rows are features already and stay as they are. `subset`: the share of training
+    rows that is there at all."""
+    source = _with_test_set(readable(checked(_read(name, Path(data_path)), name), name, skip_broken), name, test_seed)
     labels, classes = _number_classes(source, name)
     kind = _kind(source.x_train)
     everything = np.arange(len(labels["train"]))
@@ -213,11 +213,13 @@ def _csv(text: str) -> Source:
 # ---------------------------------------------------------------- splits
 
 
-def _with_test_set(source: Source) -> Source:
+def _with_test_set(source: Source, name: str, seed: int) -> Source:
     if source.x_test is not None:
+        if seed:
+            raise BadOption("test_seed", f"draws test rows where there are none, and {name} has its own", seed)
         return source
     y = np.asarray(source.y_train)
-    test = stratified(y, TEST_FRACTION, TEST_SEED)
+    test = stratified(y, TEST_FRACTION, seed)
     train = left_of(len(y), test)
     x = source.x_train if isinstance(source.x_train, Table) else np.asarray(source.x_train)
     return replace(source, x_train=x[train], y_train=y[train], x_test=x[test], y_test=y[test])

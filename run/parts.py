@@ -81,13 +81,13 @@ def with_published_normalization(config: Config, data: Data) -> Data:
 
 
 def warn_of_seen_rows(config: Config, before: Mapping[str, Any]) -> None:
-    """NOTE: with another split, rows that the backbone was trained on would pick the epoch and set the confidence."""
-    then = {"split_seed": before.get("split_seed", before["seed"]), "val_fraction": before["val_fraction"]}
-    now = {"split_seed": config.data.split_seed, "val_fraction": config.data.val_fraction}
-    differ = [name for name in now if now[name] != then[name]]
+    """NOTE: with another split, rows that the backbone was trained on would pick the epoch and set the confidence, or be the test."""
+    then = {"split_seed": before["seed"], "test_seed": 0, **before}
+    differ = [name for name in ("test_seed", "split_seed", "val_fraction") if getattr(config.data, name) != then[name]]
     if before["dataset"] == config.data.dataset and differ:
         as_then = " ".join(f"--{name} {then[name]}" for name in differ)
-        warn(f"pretrained: that run split the rows otherwise, so it has seen validation rows of this one; {as_then} gives its split")
+        seen = "test" if "test_seed" in differ else "validation"
+        warn(f"pretrained: that run split the rows otherwise, so it has seen {seen} rows of this one; {as_then} gives its split")
 
 
 # ---------------------------------------------------------------- model

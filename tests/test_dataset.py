@@ -190,6 +190,18 @@ def test_a_set_without_a_test_part_keeps_the_same_test_rows_for_every_seed():
     assert np.bincount(first.test.y).tolist() == [10, 10, 10]
 
 
+def test_another_test_seed_draws_other_test_rows_and_only_where_there_are_none(tmp_path):
+    as_they_are = {"mean": [0.0] * 13, "std": [1.0] * 13, "levels": []}
+    first, second = (load("wine", test_seed=seed, fitted=as_they_are) for seed in (0, 1))
+    assert not np.array_equal(first.test.x, second.test.x)
+    assert np.array_equal(np.bincount(first.test.y), np.bincount(second.test.y))
+    of_both = [[tuple(row) for part in (data.train, data.val, data.test) if part for row in part.x] for data in (first, second)]
+    assert sorted(of_both[0]) == sorted(of_both[1])
+    assert len(set(of_both[0])) == len(of_both[0]) == 178
+    with pytest.raises(BadOption, match="test_seed draws test rows where there are none"):
+        load(numbered(tmp_path), test_seed=1)
+
+
 def test_statistics_come_from_the_training_split_alone(tmp_path):
     x = np.zeros((4, 1, 2, 3), np.uint8)
     x[:, 0, 0] = [51, 102, 0]

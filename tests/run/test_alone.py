@@ -88,6 +88,7 @@ TABLE: dict[str, list[dict[str, Any]]] = {
     "entropy_reg": [{**ATTN, "entropy_reg": 0.1}],
     "val_fraction": [{"val_fraction": 0.3}, {**ATTN, "val_fraction": 0.0, "calibrate": "none"}],
     "split_seed": [{"split_seed": 1}],
+    "test_seed": [{"test_seed": 1}],
     "subset": [{**ATTN, "subset": 0.5}],
     "label_noise": [{"label_noise": "0.1"}, {**ATTN, "label_noise": "0.2:asymmetric"}],
     "noisy_val": [{"label_noise": "0.1", "noisy_val": True}],

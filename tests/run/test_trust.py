@@ -154,6 +154,14 @@ def test_warnings_are_kept_and_shown(runs: dict[str, Path], tmp_path: Path, caps
     assert [w for w in results_of(runs["linear"])["warnings"] if "calibrate: fitted to" not in w] == []
 
 
+def test_a_backbone_that_has_seen_test_rows_is_a_warning(tmp_path: Path) -> None:
+    wine = {**SMALL, "dataset": "wine", "head": "linear", "num_epochs": 1}
+    run({**wine, "output_dir": str(tmp_path / "first")}, Action())
+    given = {**wine, "test_seed": 3, "pretrained": str(tmp_path / "first"), "freeze_backbone": True}
+    warnings = run({**given, "output_dir": str(tmp_path / "second")}, Action())["warnings"]
+    assert any("it has seen test rows of this one; --test_seed 0 gives its split" in warning for warning in warnings)
+
+
 def test_few_validation_rows_are_a_warning_of_what_was_fitted_to_them(runs: dict[str, Path], tmp_path: Path) -> None:
     """In the run and in a test that takes its calibration; not where nothing was fitted, nor with rows enough."""
     few = "calibrate: fitted to {} validation rows, and below 50 the calibrated scores are chance to a large part"

@@ -73,7 +73,7 @@ def cells_of(table: str, seeds: int, data: Path, out: Path) -> list[Cell]:
             for head in heads
         ]
     common = {"fashion": FASHION, "cifar": CIFAR}.get(table, [])
-    arms = ARMS | ALONE if table == "cifar" else ARMS | ALONE | RAMPED  # a ResNet has no dropout inside
+    arms = ARMS | {"fifths": {}, "cifar": ALONE}.get(table, ALONE | RAMPED)  # a ResNet has no dropout inside
     if table in ("fashion", "cifar"):
         common = [*common, "--dataset", f"npz:{part_of(data, table, out)}"]
     rows = [["--test_seed", str(seed)] if table == "fifths" else [] for seed in range(seeds)]

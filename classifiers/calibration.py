@@ -13,7 +13,6 @@ import copy
 import itertools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +27,7 @@ MODES = ("none", "head", "temperature")
 SPREADS = (0.1, 0.3, 1.0)  # how far parameters may go; the first hardly lets them
 WIDER = (3.0, 10.0)  # tried if the last of these was best and there are many rows; a few that are all right would ask for certainty
 MANY = 500  # rows
-CLEARLY = 0.01  # nats a row
+CLEARLY = 0.01  # nats
 HELD = 1.0  # spread of a temperature that is fitted alone
 NUMBERS = 1 << 22  # probabilities whose gradient is computed at one time
 FOLDS, EPOCHS, BATCH, RATE = 3, 8, 256, 3e-3  # of the final fit of the attention
@@ -63,16 +62,46 @@ def calibrate(predictor: Predictor, retrieved: Retrieved, target: Tensor, mode: 
 
 def fit_all(fitted: Predictor, retrieved: Retrieved, target: Tensor, seed: int) -> Predictor:
     fitted.fitted_to(len(retrieved))
-    fit = choose_fit(fitted, retrieved, target, seed)
+    epochs, spread = choose_fit(fitted, retrieved, target, seed)
     starts, half = values_of(fitted.confidence()), from_half(fitted)
     before = copy.deepcopy(fitted)
-    for _ in fit_attention(fitted, retrieved, target, fit.epochs, seed):
+    for _ in fit_attention(fitted, retrieved, target, epochs, seed):
         pass
     if not all(p.isfinite().all() for p in (*fitted.attention(), *fitted.confidence())):
         _tell(fitted, "a fit of the attention is not finite; the attention stays as trained")
         fitted = before
-    begin = half if fit.from_half else None
-    return fit_narrower(fitted, fitted.all_scores(retrieved), retrieved, target, starts=starts, begin=begin, spread=fit.spread)
+    tried: list[tuple[float, list[Tensor] | None]] = [(spread, None)]
+    if len(target) >= MANY:
+        tried += [(spread, half)] if half else []
+        tried += [(s, None) for s in (*SPREADS, *WIDER) if s < spread][-1:]
+    return lowest(fitted, retrieved, target, starts, tried)
+
+
+def lowest(
+    predictor: Predictor, retrieved: Retrieved, target: Tensor, starts: list[Tensor], tried: list[tuple[float, list[Tensor] | None]]
+) -> Predictor:
+    """The first of the fits (spread, and where it begins), unless another one is clearly better on the rows that all are fitted to.
+
+    NOTE: none has more room than rows left out allow, so a lower loss is a better search, not a looser fit. The loss has several valleys:
+    between a vote that is rarely right and one that leaves most to the class means lies a hill, and from a prior's share of a few percent
+    a fit ended 0.1 nats above what it found from one half. And where float32 shows no way down it may stop above a fit with less room.
+    """
+    scores, best, least = predictor.all_scores(retrieved), predictor, math.inf
+    for spread, begin in tried:
+        trial = copy.deepcopy(predictor)
+        with contextlib.suppress(NotFinite) if best is not predictor else contextlib.nullcontext():
+            fit_narrower(trial, scores, retrieved, target, starts=starts, begin=begin, spread=spread)
+            if (loss := nll_of(trial, retrieved, target)) < least - CLEARLY:
+                best, least = trial, loss
+    return best
+
+
+def from_half(predictor: Predictor) -> list[Tensor] | None:
+    """Another place to begin: vote and prior have one half each. None where there is no prior."""
+    prior = None if predictor.vote_part is None else predictor.vote_part.prior
+    if prior is None:
+        return None
+    return [torch.zeros_like(p) if p is prior.share_logit else p.detach().clone() for p in predictor.confidence()]
 
 
 def fit_narrower(
@@ -205,26 +234,8 @@ def fit_attention(
         yield epoch + 1
 
 
-def from_half(predictor: Predictor) -> list[Tensor] | None:
-    """Another place to begin: vote and prior have one half each. None where there is no prior.
-
-    NOTE: the loss has more than one valley. Between a vote that is rarely right and one that leaves most to the class means there is a
-    hill, and from a prior's share of a few percent a fit ended 0.1 nats above what it found from here.
-    """
-    prior = None if predictor.vote_part is None else predictor.vote_part.prior
-    if prior is None:
-        return None
-    return [torch.zeros_like(p) if p is prior.share_logit else p.detach().clone() for p in predictor.confidence()]
-
-
-class Fit(NamedTuple):
-    epochs: int  # of the attention; 0 keeps it as it is
-    spread: float
-    from_half: bool = False
-
-
-def choose_fit(predictor: Predictor, retrieved: Retrieved, target: Tensor, seed: int) -> Fit:
-    """The final fit, by the NLL of rows left out of a fit."""
+def choose_fit(predictor: Predictor, retrieved: Retrieved, target: Tensor, seed: int) -> tuple[int, float]:
+    """Epochs of the final fit (0 keeps the attention as it is) and spread, by the NLL of rows left out of a fit."""
     folds = torch.randperm(len(target), generator=torch.Generator().manual_seed(fold_in(seed, 1))) % FOLDS
     starts = values_of(predictor.confidence())
     losses = torch.zeros(EPOCHS + 1, len(SPREADS), dtype=torch.float64)
@@ -233,7 +244,7 @@ def choose_fit(predictor: Predictor, retrieved: Retrieved, target: Tensor, seed:
     for fold in range(FOLDS):
         inside, outside = (rows.nonzero()[:, 0].to(target.device) for rows in (folds != fold, folds == fold))
         if not len(inside) or not len(outside):
-            return Fit(0, SPREADS[0])
+            return 0, SPREADS[0]
         part = retrieved.subset(inside), target[inside], retrieved.subset(outside), target[outside]
         parts.append(part)
         trial = copy.deepcopy(predictor)
@@ -243,17 +254,11 @@ def choose_fit(predictor: Predictor, retrieved: Retrieved, target: Tensor, seed:
     if not predictor.attention():
         losses = losses[:1]
     epochs, at = divmod(int(losses.argmin()), len(SPREADS))
-    spread, lowest = SPREADS[at], losses[epochs, at]
-    if len(target) < MANY:
-        return Fit(epochs, spread)
-
-    def tried(spreads: tuple[float, ...], begin: list[Tensor] | None = None) -> Tensor:
-        return torch.stack([held_out(fit, starts, *part, spreads, begin) for fit, part in zip(fits[epochs], parts, strict=True)]).sum(0)
-
-    if spread == SPREADS[-1] and (wider := tried(WIDER)).min() < lowest:
-        spread, lowest = WIDER[int(wider.argmin())], wider.min()
-    half = from_half(predictor)
-    return Fit(epochs, spread, half is not None and bool(tried((spread,), half) < lowest - CLEARLY * len(target)))
+    if SPREADS[at] < SPREADS[-1] or len(target) < MANY:
+        return epochs, SPREADS[at]
+    wider = sum((held_out(fit, starts, *part, WIDER) for fit, part in zip(fits[epochs], parts, strict=True)), torch.zeros(()))
+    all_of_them = torch.cat([losses[epochs, -1:], wider])
+    return epochs, (SPREADS[-1], *WIDER)[int(all_of_them.argmin())]
 
 
 def held_out(
@@ -264,7 +269,6 @@ def held_out(
     others: Retrieved,
     truth: Tensor,
     spreads: tuple[float, ...],
-    begin: list[Tensor] | None = None,
 ) -> Tensor:
     """Summed NLL of rows left out, with the confidence fitted to the others, for each spread."""
     scores, other_scores = predictor.all_scores(known), predictor.all_scores(others)
@@ -272,7 +276,7 @@ def held_out(
     before, losses = values_of(parameters), []
     for spread in spreads:
         try:
-            fit_confidence(predictor, scores, known, target, starts=starts, begin=begin, spread=spread)
+            fit_confidence(predictor, scores, known, target, starts=starts, spread=spread)
         except NotFinite:
             losses.append(torch.tensor(math.inf, dtype=torch.float64))
             continue

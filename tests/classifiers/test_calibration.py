@@ -14,7 +14,8 @@ from classifiers import Bank
 from classifiers.calibration import MANY, MODES, SPREADS, calibrate, choose_fit, fit_narrower, train_attention
 from classifiers.heads import LinearHead
 from classifiers.neighbor_heads import AttnKnnHead, KnnHead, LinearAttnKnnHead
-from classifiers.predictors import HeadPredictor
+from classifiers.predictors import HeadPredictor, Vote
+from classifiers.prior import Prior
 from classifiers.retrieved import NO_NEIGHBORS, Block, Retrieved
 from evaluation.baselines import averaged, baseline_head, beside_features, beside_neighbors
 from tests.classifiers.test_neighbor_heads import bank_of
@@ -125,6 +126,29 @@ def test_a_few_rows_leave_doubt(fitting: tuple[Any, Retrieved, Tensor]) -> None:
     predictors.calibrate(retrieved.subset(some), sure.argmax(1)[some], seed=0)
     doubt = 1 - predictors.log_probs("uniform", retrieved.subset(some), calibrated=True).exp().amax(1)
     assert doubt.min() > 1e-3
+
+
+class Hilly(Vote):
+    """Right the more, the nearer its prior's share is to one half; where shares start, at 5 %, it has a little hill to itself."""
+
+    def __init__(self) -> None:
+        super().__init__("uniform", None, C, prior=Prior(C, constant=True))
+
+    def scores(self, block: Block) -> Tensor:
+        return block.features
+
+    def log_probs(self, scores: Tensor, context: Any) -> Tensor:
+        assert self.prior is not None
+        share = self.prior.share_logit
+        return F.log_softmax(scores * (2 * (-share.square()).exp() + (-20 * (share + 2.94).square()).exp()), 1)
+
+
+@pytest.mark.parametrize(("rows", "low", "high"), [(MANY, -1.0, 0.1), (MANY - 1, -3.1, -2.8)])
+def test_many_rows_are_fitted_from_a_second_place_and_the_lower_loss_stays(rows: int, low: float, high: float) -> None:
+    target = torch.arange(rows) % C
+    features = torch.eye(C)[torch.where(torch.arange(rows) % 10 == 0, (target + 1) % C, target)]  # every tenth is wrong
+    fitted = calibrate(Hilly(), Retrieved.without_neighbors(features), target, "head")
+    assert low < fitted.get_parameter("prior.share_logit").item() < high
 
 
 def test_many_rows_may_ask_for_more_than_the_widest_of_the_usual_widths() -> None:

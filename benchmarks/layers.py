@@ -38,6 +38,7 @@ OURS = {
 }
 RIVALS: dict[str, Callable[[int, int], nn.Module]] = {
     "timm's Attention": rivals.timm_attention,
+    "dense, plain operators": rivals.PlainAttention,
     "dense top-K mask (KVT)": rivals.MaskedTopK,
     "expand + gather (ConvNN depthwise)": rivals.PublishedConvNN,
     "expand + gather (ConvNN standard)": rivals.PublishedStandard,

@@ -61,6 +61,13 @@ class PublishedSampled(PublishedConvNN):
         return out.transpose(1, 2).unflatten(0, v.shape[:2])
 
 
+class PlainAttention(TokenMixer):
+    """Dense attention in three operators. NOTE: in bfloat16 on a CPU it is the stronger rival: SDPA's backward is slow there."""
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.transpose(-1, -2) * self.scale).softmax(-1) @ v
+
+
 class MaskedTopK(TokenMixer):
     """KVT as published: a mask over all scores from torch.topk."""
 

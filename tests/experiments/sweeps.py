@@ -31,7 +31,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 def begun(folder: Path, *words: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(ROOT / "main.py"), "compare", "--output_dir", str(folder), *words]
+    command = [sys.executable, "-m", "tests.experiments.comparing", "compare", "--output_dir", str(folder), *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=folder.parent)
 
 

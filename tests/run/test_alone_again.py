@@ -82,7 +82,7 @@ def from_files(others: Others, out: Path) -> dict[str, Any]:
 @case("use_compiled", "compile_mode")
 def compiled(others: Others, out: Path) -> dict[str, Any]:
     """As good as eager to the sixth digit, and its weights have the same names."""
-    plain = {**DIGITS, "num_layers": 1}
+    plain = {**DIGITS, "num_layers": 1, "num_epochs": 6, "mixup_alpha": 0.1, "ema_decay": 0.9, "accumulate": 2}
     found = run({**plain, "use_compiled": True, "compile_mode": "default", "output_dir": str(out / "compiled")}, Action())
     eager = run({**plain, "output_dir": str(out / "eager")}, Action())
     assert found["test"]["nll"] == pytest.approx(eager["test"]["nll"], abs=1e-5)

@@ -103,8 +103,7 @@ class Ray:
         try:
             return Ended(run, ray.get(task))
         except ray.exceptions.RayError as error:
-            cause = getattr(error, "cause", None) or error
-            return Ended(run, 1, f"error: ray: {type(cause).__name__}: {shortened(cause, 200)}")
+            return Ended(run, 1, f"error: ray: {shortened(reason(getattr(error, 'cause', None) or error), 200)}")
 
     def stop(self) -> Iterator[Ended]:
         import ray
@@ -141,6 +140,12 @@ class Gate:
 
     def is_closed(self) -> bool:
         return self.closed
+
+
+def reason(error: BaseException) -> str:
+    """A worker that can't import this program tells so in a long message, at whose end is the reason."""
+    _, traceback, said = str(error).rpartition("\nTraceback (most recent call last):\n")
+    return said.strip().splitlines()[-1] if traceback else f"{type(error).__name__}: {error}"
 
 
 def check_answers(address: str | None) -> None:

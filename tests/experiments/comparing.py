@@ -1,10 +1,13 @@
-"""`python -m tests.experiments.comparing compare ...` is main.py, but runs of a comparison are quick."""
+"""`python -m tests.experiments.comparing compare ...` is main.py, but runs of a comparison are quick.
+
+It gives itself out as main.py, because the workers of a Ray cluster find modules beside the script that talks to it.
+"""
 
 from __future__ import annotations
 
 import sys
 
-from main import main  # first: it says how libraries are to be loaded
+import main  # first: it says how libraries are to be loaded
 
 # isort: split
 from experiments import command
@@ -18,4 +21,5 @@ def modules_of(plan: command.Plan) -> list[str]:
 
 if __name__ == "__main__":
     command.modules_of = modules_of
-    sys.exit(main(sys.argv[1:]))
+    sys.argv[0] = main.__file__
+    sys.exit(main.main(sys.argv[1:]))

@@ -9,6 +9,8 @@ import json
 import os
 import shlex
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +19,7 @@ import pytest
 
 from experiments.cells import Place, holder, place_of, state_of
 from experiments.live import last_epoch
-from tests.experiments.sweeps import FAKE, FRAGILE, THREE, begun, check_runs, numbers, until
+from tests.experiments.sweeps import FAKE, FRAGILE, ROOT, THREE, begun, check_runs, numbers, until
 
 pytestmark = pytest.mark.cluster
 SLURM = "slurm(cluster='local')"
@@ -107,6 +109,25 @@ def test_failures_there_are_noted_as_here(cluster: str, tmp_path: Path, request:
     assert said.count(f"failed: Killed, seed 0: killed by SIGKILL (log: {killed.log})") == 2
     assert "it broke" in broke.log.read_text()
     assert json.loads(broke.note.read_text())["failed"] == {"line": line, "code": 1, "log": str(broke.log)}
+
+
+ELSEWHERE = f"""
+import sys
+from pathlib import Path
+sys.path.append({str(ROOT)!r})
+from experiments.executors.on_ray import Options, Ray
+with Ray(Path("sweep"), 1, 1, Options(address="auto")) as ray:
+    ray.start({{"run": "one"}})
+    print(ray.ended(60)[0].why)
+"""
+
+
+def test_a_worker_that_lacks_this_program_tells_which_module(ray: str, tmp_path: Path) -> None:
+    """As on a machine of a cluster that has it at another path: here, by a script of another directory."""
+    (tmp_path / "elsewhere.py").write_text(ELSEWHERE)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    said = subprocess.check_output([sys.executable, "elsewhere.py"], cwd=tmp_path, env=environment, text=True)
+    assert said == "error: ray: ModuleNotFoundError: No module named 'experiments'\n"
 
 
 def parent_of(process: int) -> int:

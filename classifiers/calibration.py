@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from classifiers.index import blocks
+from classifiers.fit import NotFinite, fit_confidence, values_of
 from classifiers.predictors import HeadPredictor, Interpolation, Predictor, Vote
-from classifiers.retrieved import Context, Retrieved
+from classifiers.retrieved import Retrieved
 from utils import fold_in, one_of, warn
 
 MODES = ("none", "head", "temperature")
@@ -29,13 +29,8 @@ WIDER = (3.0, 10.0)  # tried if the last of these was best and there are many ro
 MANY = 500  # rows
 CLEARLY = 0.01  # nats
 HELD = 1.0  # spread of a temperature that is fitted alone
-NUMBERS = 1 << 22  # probabilities whose gradient is computed at one time
 FOLDS, EPOCHS, BATCH, RATE = 3, 8, 256, 3e-3  # of the final fit of the attention
 TRAINING_EPOCHS = 3  # of an attention over a bank that has none
-
-
-class NotFinite(ArithmeticError):
-    """A fit that has stepped to infinity, or whose probabilities are not numbers. Its parameters are where they started."""
 
 
 def calibrate(predictor: Predictor, retrieved: Retrieved, target: Tensor, mode: str, seed: int = 0) -> Predictor:
@@ -155,63 +150,6 @@ def nll_of(predictor: Predictor, retrieved: Retrieved, target: Tensor) -> float:
     return F.nll_loss(predictor.predict(retrieved).double(), target).item()
 
 
-def fit_confidence(
-    predictor: Predictor,
-    scores: Tensor,
-    retrieved: Retrieved,
-    target: Tensor,
-    parameters: list[nn.Parameter] | None = None,
-    *,
-    starts: list[Tensor] | None = None,
-    begin: list[Tensor] | None = None,
-    spread: float = math.inf,
-) -> Predictor:
-    """Fits the cheap step to scores that were computed once: L-BFGS on all rows. `spread`: standard deviation of the Gaussian that
-    holds each parameter to its start; `begin`: where the search begins, if not there. Raises NotFinite."""
-    parameters = predictor.confidence() if parameters is None else parameters
-    starts = starts or values_of(parameters)
-    context = retrieved.context
-    optimizer = torch.optim.LBFGS(parameters, lr=1, max_iter=100, history_size=20, line_search_fn="strong_wolfe")
-
-    def loss() -> Tensor:
-        """What its gradient needs takes a hundred bytes and more a probability, hence some rows after the others."""
-        optimizer.zero_grad()
-        away = sum(((p - start).square().sum() for p, start in zip(parameters, starts, strict=True)), torch.zeros(()))
-        left, total = away.to(scores.device) / (2 * spread**2 * len(target)), torch.zeros((), device=scores.device)
-        for at in blocks(len(target), NUMBERS // scores.shape[-1]):
-            log_probs = predictor.log_probs(scores[..., at, :], Context(*(part[at] for part in context)))
-            value = F.nll_loss(log_probs, target[at]) * ((at.stop - at.start) / len(target)) + left
-            value.backward()
-            left, total = torch.zeros_like(total), total + value.detach()
-        return total
-
-    with torch.enable_grad():
-        for parameter, value in zip(parameters, begin or starts, strict=True):
-            parameter.data.copy_(value)
-            parameter.requires_grad_(True)
-        failed = False
-        try:
-            optimizer.step(loss)
-        except RuntimeError as error:  # NOTE: where few rows can be told apart, the line search can step to infinity, and raises
-            if "overflow" not in str(error):
-                raise
-            failed = True
-        except (OverflowError, ZeroDivisionError, ValueError):  # so does its arithmetic in Python
-            failed = True
-    for parameter in parameters:
-        parameter.requires_grad_(False)
-    with torch.no_grad():
-        if failed or not predictor.log_probs(scores, context).gather(1, target[:, None]).isfinite().all():
-            for parameter, start in zip(parameters, starts, strict=True):
-                parameter.copy_(start)
-            raise NotFinite
-    return predictor
-
-
-def values_of(parameters: list[nn.Parameter]) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in parameters]
-
-
 def fit_attention(
     predictor: Predictor, retrieved: Retrieved, target: Tensor, epochs: int, seed: int, *, confidence: bool = True
 ) -> Iterator[int]:
@@ -250,7 +188,8 @@ def choose_fit(predictor: Predictor, retrieved: Retrieved, target: Tensor, seed:
         trial = copy.deepcopy(predictor)
         for epoch in itertools.chain([0], fit_attention(trial, *part[:2], EPOCHS, seed)):
             losses[epoch] += held_out(trial, starts, *part, SPREADS)
-            fits[epoch].append(copy.deepcopy(trial))
+            if len(target) >= MANY:
+                fits[epoch].append(copy.deepcopy(trial))
     if not predictor.attention():
         losses = losses[:1]
     epochs, at = divmod(int(losses.argmin()), len(SPREADS))

@@ -173,7 +173,7 @@ class Vote(Predictor):
     def log_probs(self, scores: Tensor, context: Context) -> Tensor:
         if self.prior is not None:
             sharp = F.softmax(scores.clamp_min(LEAST).log() * (-self.log_vote_temperature).exp(), 1)
-            scores = self.prior(sharp, context.distance, context.mask, context.class_cosines)
+            scores = self.prior(sharp, context)
         return self.tempered(log_probabilities(scores))
 
     def confidence(self) -> list[nn.Parameter]:

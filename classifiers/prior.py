@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from classifiers.retrieved import Context
 from layers.functional import full_precision
 from utils import BadOption
 
@@ -45,32 +46,24 @@ class Prior(nn.Module):
         with torch.no_grad():
             self.class_logits.copy_((counts / counts.sum()).log())
 
-    def share(self, probs: Tensor, sq_distance: Tensor, mask: Tensor | None = None) -> Tensor:
+    def share(self, probs: Tensor, context: Context) -> Tensor:
         """The part of the probabilities that the prior contributes, (B, 1): all of it for a query without neighbors."""
-        present = torch.ones_like(sq_distance, dtype=torch.bool) if mask is None else mask
         logit = self.share_logit.expand(len(probs), 1)
         if self.net is not None:
             # NOTE: detached. The share reads the vote; it must not teach the embedder to look sure.
-            root = full_precision(sq_distance.detach()).masked_fill(~present, 0).clamp_min(0).sqrt()  # (B, K)
-            nearest = root.masked_fill(~present, math.inf).amin(1)
-            nearest = nearest.masked_fill(nearest.isinf(), 0)
             entropy = torch.special.entr(full_precision(probs.detach())).sum(1)
-            seen = torch.stack([nearest.log1p(), (root.sum(1) / present.sum(1).clamp_min(1)).log1p(), entropy], 1)
-            logit = logit + full_precision(self.net(seen))
+            logit = logit + full_precision(self.net(torch.stack([*context.nearness, entropy], 1)))
         share = self.least + (1 - self.least) * logit.clamp(-self.BOUND, self.BOUND).sigmoid()
-        return torch.where(present.any(1, keepdim=True), share, 1.0)
+        return torch.where(context.has_neighbors, share, 1.0)
 
     def fitted_to(self, rows: int) -> None:
         """Rows without an error don't show that errors never happen: Laplace's rule of succession bounds the share from below."""
         self.least.fill_(1 / (rows + 2))
 
-    def forward(self, probs: Tensor, sq_distance: Tensor, mask: Tensor | None = None, class_cosines: Tensor | None = None) -> Tensor:
-        """(B, C) probabilities of a vote, and its neighbors' squared distances (B, K), to (B, C) probabilities above 0.
-
-        class_cosines: cosine of the query with the mean embedding of each class (B, C).
-        """
-        share = self.share(probs, sq_distance, mask)
+    def forward(self, probs: Tensor, context: Context) -> Tensor:
+        """(B, C) probabilities of a vote to (B, C) probabilities above 0."""
+        share = self.share(probs, context)
         logits = full_precision(self.class_logits)
-        if class_cosines is not None:
-            logits = logits + self.class_mean_weight * full_precision(class_cosines.detach())
+        if context.class_cosines is not None:
+            logits = logits + self.class_mean_weight * full_precision(context.class_cosines.detach())
         return (1 - share) * probs + share * logits.softmax(-1)

@@ -2,25 +2,50 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from classifiers.bank import Bank, Neighbors
+from layers.functional import full_precision
 
 BLOCK = 1024  # queries whose neighbors' embeddings are held at once
 NO_NEIGHBORS = Neighbors(*(torch.empty(0, 0) for _ in range(5)))
 
 
-class Context(NamedTuple):
-    """What may set the confidence of a predictor, beside its scores."""
+@dataclass(frozen=True)
+class Context:
+    """What may set the confidence of a predictor, beside its scores. What is made of it is made once: a fit asks hundreds of times."""
 
     distance: Tensor  # (B, K) squared
-    mask: Tensor  # (B, K)
-    class_cosines: Tensor  # (B, C) of the query with the mean embedding of each class
+    mask: Tensor | None = None  # (B, K): which neighbors are there; by default all
+    class_cosines: Tensor | None = None  # (B, C) of the query with the mean embedding of each class
+
+    def __getitem__(self, rows: Any) -> Context:
+        mask, cosines = (part if part is None else part[rows] for part in (self.mask, self.class_cosines))
+        return Context(self.distance[rows], mask, cosines)
+
+    @cached_property
+    def has_neighbors(self) -> Tensor:
+        """(B, 1)"""
+        return self._present.any(1, keepdim=True)
+
+    @cached_property
+    def nearness(self) -> tuple[Tensor, Tensor]:
+        """log(1 + distance) to the nearest neighbor and in the mean, (B,) each; 0 without neighbors."""
+        root = full_precision(self.distance.detach()).masked_fill(~self._present, 0).clamp_min(0).sqrt()  # (B, K)
+        nearest = root.masked_fill(~self._present, math.inf).amin(1)
+        mean = root.sum(1) / self._present.sum(1).clamp_min(1)
+        return nearest.masked_fill(nearest.isinf(), 0).log1p(), mean.log1p()
+
+    @cached_property
+    def _present(self) -> Tensor:
+        return torch.ones_like(self.distance, dtype=torch.bool) if self.mask is None else self.mask
 
 
 @dataclass(frozen=True)

@@ -369,7 +369,7 @@ def test_a_fit_does_not_depend_on_how_many_rows_are_looked_at_at_once(kind: str,
 
     monkeypatch.setattr(torch.optim.LBFGS, "step", step)
     for numbers in (N * C, 100 * C + 1):
-        monkeypatch.setattr("classifiers.calibration.NUMBERS", numbers)
+        monkeypatch.setattr("classifiers.fit.NUMBERS", numbers)
         fitted = fit_narrower(copy.deepcopy(predictor).requires_grad_(False), scores, retrieved, target, spread=1.0)
         assert nll(fitted, retrieved, target) < nll(predictor, retrieved, target)
     at_once, in_parts = seen

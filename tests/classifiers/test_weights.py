@@ -12,6 +12,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from classifiers.bank import Bank
 from classifiers.neighbor_heads import weights_of
 from classifiers.prior import Prior
+from classifiers.retrieved import Context
 from classifiers.weights import WEIGHTS, class_probabilities, heaviest, inverse_distance, log_probabilities, softmax_cosine, uniform
 from utils import BadOption
 
@@ -197,19 +198,19 @@ def test_prior_keeps_probabilities(constant):
     probs = class_probabilities(uniform(query, neighbors, distance, labels, mask), labels, C, [K], mask)[0]
     torch.manual_seed(0)
     prior = Prior(C, constant=constant)
-    found = prior(probs, distance.masked_fill(~mask, torch.inf), mask)
+    found = prior(probs, Context(distance.masked_fill(~mask, torch.inf), mask))
     assert torch.allclose(found.sum(1), torch.ones(B), atol=1e-6)
     assert (found > 0).all()
     assert torch.allclose(found[1], torch.full((C,), 1 / C))
-    assert (prior.share(probs, distance, mask)[1] == 1).all()
+    assert (prior.share(probs, Context(distance, mask))[1] == 1).all()
     sure = class_probabilities(torch.ones(3, K), torch.zeros(3, K, dtype=torch.long), C, [K])[0]
-    mixed = prior(sure, torch.ones(3, K))
+    mixed = prior(sure, Context(torch.ones(3, K)))
     assert mixed[:, 0].min() > 0.9  # the vote still decides
     if constant:
         assert torch.allclose(mixed[:, 1:], torch.full((3, C - 1), 0.05 / C), atol=1e-6)
     with torch.no_grad():
         prior.share_logit.fill_(-1e6)
-    assert log_probabilities(prior(sure, torch.ones(3, K))).min() > -20  # never a log of zero
+    assert log_probabilities(prior(sure, Context(torch.ones(3, K)))).min() > -20  # never a log of zero
 
 
 def test_prior_from_frequencies():
@@ -225,7 +226,7 @@ def test_prior_learns_and_gradients_reach_it(constant):
     prior = Prior(C, constant=constant)
     weights = softmax_cosine(query.requires_grad_(), neighbors, distance, labels, mask)
     cosines = torch.rand(B, C)
-    log_probs = log_probabilities(prior(class_probabilities(weights, labels, C, [K], mask)[0], distance, mask, cosines))
+    log_probs = log_probabilities(prior(class_probabilities(weights, labels, C, [K], mask)[0], Context(distance, mask, cosines)))
     F.nll_loss(log_probs, torch.randint(C, (B,))).backward()
     for name, parameter in prior.named_parameters():
         assert parameter.grad is not None, name
@@ -241,8 +242,8 @@ def test_prior_leans_to_the_class_whose_mean_is_near():
     logits = [prior.class_mean_weight.item() * cosine for cosine in (0.9, 0.4, -0.8)]
     total = sum(math.exp(x) for x in logits)
     expected = [0.5 * (i == 0) + 0.5 * math.exp(x) / total for i, x in enumerate(logits)]
-    assert prior(vote, torch.ones(1, 4), None, cosines)[0].tolist() == pytest.approx(expected)
-    assert prior(vote, torch.ones(1, 4))[0].tolist() == pytest.approx([0.5 + 0.5 / 3, 0.5 / 3, 0.5 / 3])
+    assert prior(vote, Context(torch.ones(1, 4), None, cosines))[0].tolist() == pytest.approx(expected)
+    assert prior(vote, Context(torch.ones(1, 4)))[0].tolist() == pytest.approx([0.5 + 0.5 / 3, 0.5 / 3, 0.5 / 3])
 
 
 def noisy_votes() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -265,7 +266,7 @@ def test_a_share_that_depends_on_distance_beats_a_constant_one_and_none():
         optimizer = torch.optim.Adam(prior.parameters(), lr=0.05)
         for _ in range(150):
             optimizer.zero_grad()
-            loss = F.nll_loss(log_probabilities(prior(probs, distance)), truth)
+            loss = F.nll_loss(log_probabilities(prior(probs, Context(distance))), truth)
             loss.backward()
             optimizer.step()
         nll["constant" if constant else "learned"] = loss.item()

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from classifiers.predictors import Interpolation, Vote
+from classifiers.retrieved import Context
 from evaluation.evaluator import Evaluator
 from explain.cases import Votes, worth_a_bar
 from explain.draw_neighbors import draw_neighbors
@@ -150,7 +151,7 @@ def test_attention(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for case in record["mistakes"]:
         check_neighbors(case, case["row"], loaded, found)
     with torch.no_grad():
-        prior = predictor.prior(tempered(predictor, found[4]), found[2].float(), class_cosines=class_cosines(loaded))
+        prior = predictor.prior(tempered(predictor, found[4]), Context(found[2].float(), None, class_cosines(loaded)))
         probs = (prior.log() / predictor.log_temperature.exp()).softmax(1)
     check_mistakes(record, loaded, probs, 3)
     assert (record["k"], record["shown"], record["calibrated"], record["bank"]) == (7, 4, True, len(loaded.data.train))
@@ -177,7 +178,7 @@ def test_an_interpolation(runs: Path) -> None:
         logits = loaded.model.head.linear(rows) / interpolation.linear.log_temperature.exp()  # type: ignore[operator]
         linear = (logits + interpolation.linear.class_bias).softmax(1)
         assert interpolation.vote.prior is not None
-        prior = interpolation.vote.prior(tempered(interpolation.vote, found[4]), found[2].float(), class_cosines=class_cosines(loaded))
+        prior = interpolation.vote.prior(tempered(interpolation.vote, found[4]), Context(found[2].float(), None, class_cosines(loaded)))
         knn = (prior.log() / interpolation.vote.log_temperature.exp()).softmax(1)
         share = interpolation.share_logit.sigmoid()
         both = share * knn + (1 - share) * linear

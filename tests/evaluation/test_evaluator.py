@@ -26,7 +26,7 @@ from run.run import run
 from tests.run.test_run import TINY
 
 LEAST = np.finfo(np.float32).eps  # what a vote without a prior says of a class that no neighbor has
-SMALL: dict[str, Any] = {**TINY, "num_epochs": 1}
+SMALL: dict[str, Any] = {**TINY, "num_epochs": 1, "calibrate": "head"}
 EMBEDDED: dict[str, Any] = {**SMALL, "embed_dim": 8, "k_train": 5}
 
 

@@ -20,7 +20,7 @@ SMALL: dict[str, Any] = {**TINY, "head": "linear+attn-knn", "embed_dim": 8, "k_t
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "mixed"
-    run({**SMALL, "output_dir": str(folder)}, Action())
+    run({**SMALL, "calibrate": "head", "output_dir": str(folder)}, Action())
     return folder
 
 

@@ -24,7 +24,7 @@ from run.run import run
 from tests.run.test_run import ROOT, TINY
 from utils import BadOption
 
-SMALL = {**TINY, "noise": 0.0, "num_epochs": 1, "k_train": 5, "embed_dim": 8, "attention_heads": 2}
+SMALL = {**TINY, "noise": 0.0, "num_epochs": 1, "k_train": 5, "embed_dim": 8, "attention_heads": 2, "calibrate": "head"}
 HEADS: dict[str, dict[str, Any]] = {
     "linear": {"head": "linear", "tta": 3},
     "attn-knn": {"head": "attn-knn"},

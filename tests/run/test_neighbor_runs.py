@@ -28,7 +28,7 @@ SMALL: dict[str, Any] = {**TINY, "head": "attn-knn", "embed_dim": 8, "k_train": 
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        {"calibrate": "head"},
         {"head": "linear+attn-knn", "neighbor_sample": 0.4, "memory_update_freq": 2.0, "contrastive_form": "margin"},
         {"head": "knn", "ema_decay": 0.0, "memory_update_freq": 0.5, "accumulate": 1},
         {"freeze_backbone": True, "views": 2},
@@ -134,7 +134,7 @@ def test_the_backbone_of_another_run(plain: Path, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("runs") / "mixed"
-    return folder, run({**SMALL, "head": "linear+attn-knn", "output_dir": str(folder)}, Action())
+    return folder, run({**SMALL, "head": "linear+attn-knn", "calibrate": "head", "output_dir": str(folder)}, Action())
 
 
 def test_all_predictors_side_by_side(finished: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:

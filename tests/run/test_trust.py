@@ -32,7 +32,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {}
     for head in ("linear", "linear+attn-knn"):
         made[head] = tmp_path_factory.mktemp("runs") / head
-        run({**SMALL, "head": head, "output_dir": str(made[head])}, Action())
+        run({**SMALL, "head": head, "calibrate": "head", "output_dir": str(made[head])}, Action())
     return made
 
 

@@ -44,10 +44,11 @@ def fit_confidence(
     for parameter, value in zip(parameters, begin or starts, strict=True):
         parameter.data.copy_(value)
         parameter.requires_grad_(True)
-    ended = minimized(Loss(predictor, scores, context, target, parameters, starts, spread))
+    loss = Loss(predictor, scores, context, target, parameters, starts, spread)
+    ended = minimized(loss)
+    loss.set_parameters()  # the search need not end where it looked last
     for parameter in parameters:
         parameter.requires_grad_(False)
-        parameter.grad = None
     with torch.no_grad():
         if not ended or not predictor.log_probs(scores, context).gather(1, target[:, None]).isfinite().all():
             for parameter, start in zip(parameters, starts, strict=True):
@@ -84,20 +85,21 @@ class Loss:
         self.parts = [(scores[..., at, :], context[at], target[at], (at.stop - at.start) / len(target)) for at in at_once]
 
     def __call__(self) -> Tensor:
-        for parameter, value in zip(self.parameters, self.views, strict=True):
-            parameter.data.copy_(value)
-            parameter.grad = None
+        self.set_parameters()
         away = self.values - self.start
-        squares = sum((part.sum() for part in away.square().split(self.sizes)), torch.zeros((), device=away.device))
-        left, total = squares / self.scale, torch.zeros((), device=away.device)
+        total = torch.zeros((), device=away.device)
         for scores, context, target, share in self.parts:
             value = F.nll_loss(self.predictor.log_probs(scores, context), target) * share
             value.backward()
-            total = total + (value.detach() + left)
-            left = torch.zeros_like(left)
+            total = total + value.detach()
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         self.values.grad = parameters_to_vector(grads) + away * 2 * (torch.ones_like(total) / self.scale)
-        return total
+        return total + sum((part.sum() for part in away.square().split(self.sizes)), torch.zeros_like(total)) / self.scale
+
+    def set_parameters(self) -> None:
+        for parameter, value in zip(self.parameters, self.views, strict=True):
+            parameter.data.copy_(value)
+            parameter.grad = None
 
 
 def minimized(loss: Loss) -> bool:

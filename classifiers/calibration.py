@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from classifiers.fit import NotFinite, fit_confidence, values_of
+from classifiers.fit import NotFinite, Scored, fit_confidence, values_of
 from classifiers.predictors import HeadPredictor, Interpolation, Predictor, Vote
 from classifiers.retrieved import Retrieved
 from utils import fold_in, one_of, warn
@@ -49,7 +49,7 @@ def calibrate(predictor: Predictor, retrieved: Retrieved, target: Tensor, mode: 
             _tell(fitted, "a fit of all that sets its confidence is not finite; one temperature is fitted instead")
     try:
         # NOTE: held to 1 a little. Where a few rows are all right, the most likely temperature is 0, and one error costs everything.
-        return fit_narrower(fitted, fitted.all_scores(retrieved), retrieved, target, [fitted.log_temperature], spread=HELD)
+        return fit_narrower(fitted, Scored.by(fitted, retrieved, target), [fitted.log_temperature], spread=HELD)
     except NotFinite:
         _tell(fitted, "no fit is finite; its confidence stays as trained")
         return fitted
@@ -69,24 +69,22 @@ def fit_all(fitted: Predictor, retrieved: Retrieved, target: Tensor, seed: int) 
     if len(target) >= MANY:
         tried += [(spread, half)] if half else []
         tried += [(s, None) for s in (*SPREADS, *WIDER) if s < spread][-1:]
-    return lowest(fitted, retrieved, target, starts, tried)
+    return lowest(fitted, Scored.by(fitted, retrieved, target), starts, tried)
 
 
-def lowest(
-    predictor: Predictor, retrieved: Retrieved, target: Tensor, starts: list[Tensor], tried: list[tuple[float, list[Tensor] | None]]
-) -> Predictor:
+def lowest(predictor: Predictor, rows: Scored, starts: list[Tensor], tried: list[tuple[float, list[Tensor] | None]]) -> Predictor:
     """The first of the fits (spread, and where it begins), unless another one is clearly better on the rows that all are fitted to.
 
     NOTE: none has more room than rows left out allow, so a lower loss is a better search, not a looser fit. The loss has several valleys:
     between a vote that is rarely right and one that leaves most to the class means lies a hill, and from a prior's share of a few percent
     a fit ended 0.1 nats above what it found from one half. And where float32 shows no way down it may stop above a fit with less room.
     """
-    scores, best, least = predictor.all_scores(retrieved), predictor, math.inf
+    best, least = predictor, math.inf
     for spread, begin in tried:
         trial = copy.deepcopy(predictor)
         with contextlib.suppress(NotFinite) if best is not predictor else contextlib.nullcontext():
-            fit_narrower(trial, scores, retrieved, target, starts=starts, begin=begin, spread=spread)
-            if (loss := nll_of(trial, retrieved, target)) < least - CLEARLY:
+            fit_narrower(trial, rows, starts=starts, begin=begin, spread=spread)
+            if (loss := rows.nll(trial)) < least - CLEARLY:
                 best, least = trial, loss
     return best
 
@@ -101,9 +99,7 @@ def from_half(predictor: Predictor) -> list[Tensor] | None:
 
 def fit_narrower(
     predictor: Predictor,
-    scores: Tensor,
-    retrieved: Retrieved,
-    target: Tensor,
+    rows: Scored,
     parameters: list[nn.Parameter] | None = None,
     *,
     starts: list[Tensor] | None = None,
@@ -113,7 +109,7 @@ def fit_narrower(
     """`fit_confidence`, again with less room where it is not finite."""
     for room in (spread, *(s for s in reversed(SPREADS) if s < spread)):
         try:
-            fit_confidence(predictor, scores, retrieved, target, parameters, starts=starts, begin=begin, spread=room)
+            fit_confidence(predictor, rows, parameters, starts=starts, begin=begin, spread=room)
         except NotFinite:
             continue
         if room < spread:
@@ -133,21 +129,17 @@ def no_worse_than_parts(fitted: Interpolation, linear: Predictor, vote: Predicto
     """
     if not fitted.fits_share or not isinstance(linear, HeadPredictor) or not isinstance(vote, Vote):
         return fitted
-    best, lowest = fitted, nll_of(fitted, retrieved, target)
+    best, lowest = fitted, Scored.by(fitted, retrieved, target).nll(fitted)
     for start in (0.5, 0.0, 1.0):
         trial = Interpolation(copy.deepcopy(linear), copy.deepcopy(vote), share=start).to(fitted.share_logit.device).eval()
         trial.fits_share = True
+        rows = Scored.by(trial, retrieved, target)
         if start == 0.5:
             with contextlib.suppress(NotFinite):
-                fit_confidence(trial, trial.all_scores(retrieved), retrieved, target, [trial.share_logit])
-        if (loss := nll_of(trial, retrieved, target)) < lowest:
+                fit_confidence(trial, rows, [trial.share_logit])
+        if (loss := rows.nll(trial)) < lowest:
             best, lowest = trial, loss
     return best.requires_grad_(False)
-
-
-@torch.no_grad()
-def nll_of(predictor: Predictor, retrieved: Retrieved, target: Tensor) -> float:
-    return F.nll_loss(predictor.predict(retrieved).double(), target).item()
 
 
 def fit_attention(
@@ -210,17 +202,17 @@ def held_out(
     spreads: tuple[float, ...],
 ) -> Tensor:
     """Summed NLL of rows left out, with the confidence fitted to the others, for each spread."""
-    scores, other_scores = predictor.all_scores(known), predictor.all_scores(others)
+    rows, left_out = Scored.by(predictor, known, target), Scored.by(predictor, others, truth)
     parameters = predictor.confidence()
     before, losses = values_of(parameters), []
     for spread in spreads:
         try:
-            fit_confidence(predictor, scores, known, target, starts=starts, spread=spread)
+            fit_confidence(predictor, rows, starts=starts, spread=spread)
         except NotFinite:
             losses.append(torch.tensor(math.inf, dtype=torch.float64))
             continue
         with torch.no_grad():
-            loss = F.nll_loss(predictor.log_probs(other_scores, others.context), truth, reduction="sum").double()
+            loss = F.nll_loss(left_out.log_probs(predictor), truth, reduction="sum").double()
             losses.append(loss.nan_to_num(math.inf).cpu())
     for parameter, value in zip(parameters, before, strict=True):
         parameter.data.copy_(value)

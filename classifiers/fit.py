@@ -8,6 +8,7 @@ change is computed once (`Context`).
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,32 +26,48 @@ class NotFinite(ArithmeticError):
     """A fit that has stepped to infinity, or whose probabilities are not numbers. Its parameters are where they started."""
 
 
+class Scored(NamedTuple):
+    """Rows as the cheap step of a predictor reads them: with scores that were computed once."""
+
+    scores: Tensor  # (N, C), or (2, N, C) of an interpolation
+    context: Context
+    target: Tensor
+
+    @classmethod
+    def by(cls, predictor: Predictor, retrieved: Retrieved, target: Tensor) -> Scored:
+        return cls(predictor.all_scores(retrieved), retrieved.context, target)
+
+    def log_probs(self, predictor: Predictor) -> Tensor:
+        return predictor.log_probs(self.scores, self.context)
+
+    @torch.no_grad()
+    def nll(self, predictor: Predictor) -> float:
+        return F.nll_loss(self.log_probs(predictor).double(), self.target).item()
+
+
 def fit_confidence(
     predictor: Predictor,
-    scores: Tensor,
-    retrieved: Retrieved,
-    target: Tensor,
+    rows: Scored,
     parameters: list[nn.Parameter] | None = None,
     *,
     starts: list[Tensor] | None = None,
     begin: list[Tensor] | None = None,
     spread: float = math.inf,
 ) -> Predictor:
-    """Fits the cheap step to scores that were computed once: L-BFGS on all rows. `spread`: standard deviation of the Gaussian that
-    holds each parameter to its start; `begin`: where the search begins, if not there. Raises NotFinite."""
+    """L-BFGS on all rows. `spread`: standard deviation of the Gaussian that holds each parameter to its start; `begin`: where the search
+    begins, if not there. Raises NotFinite."""
     parameters = predictor.confidence() if parameters is None else parameters
     starts = starts or values_of(parameters)
-    context = retrieved.context
     for parameter, value in zip(parameters, begin or starts, strict=True):
         parameter.data.copy_(value)
         parameter.requires_grad_(True)
-    loss = Loss(predictor, scores, context, target, parameters, starts, spread)
+    loss = Loss(predictor, rows, parameters, starts, spread)
     ended = minimized(loss)
     loss.set_parameters()  # the search need not end where it looked last
     for parameter in parameters:
         parameter.requires_grad_(False)
     with torch.no_grad():
-        if not ended or not predictor.log_probs(scores, context).gather(1, target[:, None]).isfinite().all():
+        if not ended or not rows.log_probs(predictor).gather(1, rows.target[:, None]).isfinite().all():
             for parameter, start in zip(parameters, starts, strict=True):
                 parameter.copy_(start)
             raise NotFinite
@@ -65,16 +82,8 @@ class Loss:
     """Called, the mean NLL of the rows, and half the squared distance to the starts over rows x spread^2. `values`: all parameters as one
     vector, from which they are set before, and whose gradient is set afterwards."""
 
-    def __init__(
-        self,
-        predictor: Predictor,
-        scores: Tensor,
-        context: Context,
-        target: Tensor,
-        parameters: list[nn.Parameter],
-        starts: list[Tensor],
-        spread: float,
-    ) -> None:
+    def __init__(self, predictor: Predictor, rows: Scored, parameters: list[nn.Parameter], starts: list[Tensor], spread: float) -> None:
+        scores, context, target = rows
         self.predictor, self.parameters, self.start = predictor, parameters, parameters_to_vector(starts)
         self.values = parameters_to_vector(values_of(parameters))
         # NOTE: set from these by copies, not parts of one memory: a product of matrices may round otherwise where memory begins elsewhere.

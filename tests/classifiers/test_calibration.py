@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from classifiers import Bank
 from classifiers.calibration import MANY, MODES, SPREADS, calibrate, choose_fit, fit_narrower, train_attention
+from classifiers.fit import Scored
 from classifiers.heads import LinearHead
 from classifiers.neighbor_heads import AttnKnnHead, KnnHead, LinearAttnKnnHead
 from classifiers.predictors import HeadPredictor, Vote
@@ -79,7 +80,7 @@ def test_a_fit_that_is_not_finite_gets_less_room(capsys: pytest.CaptureFixture[s
     features = torch.randn(120, C, generator=torch.Generator().manual_seed(1))
     retrieved, target = Retrieved.without_neighbors(features), torch.zeros(120, dtype=torch.long)  # it would go as far as it may
     predictor = Brittle(0.8, 9.0)
-    fit_narrower(predictor, predictor.all_scores(retrieved), retrieved, target, spread=1.0)
+    fit_narrower(predictor, Scored.by(predictor, retrieved, target), spread=1.0)
     assert 0.01 < predictor.class_bias.abs().max() <= 0.8
     assert "a fit with spread 1 is not finite; one with 0." in capsys.readouterr().err
 
@@ -358,7 +359,7 @@ def test_a_fit_does_not_depend_on_how_many_rows_are_looked_at_at_once(kind: str,
     features, target = clusters(N, 1)
     with torch.no_grad():
         predictor, retrieved = head.as_predictor(C), head.retrieve(features)
-        scores = predictor.all_scores(retrieved)
+        rows = Scored.by(predictor, retrieved, target)
     seen: list[list[Tensor]] = []
     whole = torch.optim.LBFGS.step
 
@@ -370,7 +371,7 @@ def test_a_fit_does_not_depend_on_how_many_rows_are_looked_at_at_once(kind: str,
     monkeypatch.setattr(torch.optim.LBFGS, "step", step)
     for numbers in (N * C, 100 * C + 1):
         monkeypatch.setattr("classifiers.fit.NUMBERS", numbers)
-        fitted = fit_narrower(copy.deepcopy(predictor).requires_grad_(False), scores, retrieved, target, spread=1.0)
+        fitted = fit_narrower(copy.deepcopy(predictor).requires_grad_(False), rows, spread=1.0)
         assert nll(fitted, retrieved, target) < nll(predictor, retrieved, target)
     at_once, in_parts = seen
     for one, other in zip(at_once, in_parts, strict=True):

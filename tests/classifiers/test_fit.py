@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from classifiers import Bank
-from classifiers.fit import Loss, fit_confidence, values_of
+from classifiers.fit import Loss, Scored, fit_confidence, values_of
 from classifiers.neighbor_heads import LinearAttnKnnHead
 from classifiers.predictors import Interpolation
-from classifiers.retrieved import Context, Retrieved
+from classifiers.retrieved import Context
 from tests.classifiers.test_calibration import C, D, K, clusters
 
 N, SPREAD = 211, 0.7
-Fitting = tuple[Interpolation, Tensor, Retrieved, Tensor]
+Fitting = tuple[Interpolation, Scored]
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def fitting() -> Fitting:
         retrieved = head.retrieve(features)
         retrieved.index[0] = -1
         predictor: Any = copy.deepcopy(head.as_predictor(C)).requires_grad_(False)
-        return predictor, predictor.all_scores(retrieved), retrieved, target
+        return predictor, Scored.by(predictor, retrieved, target)
 
 
 def moved(predictor: Interpolation) -> list[Tensor]:
@@ -47,27 +47,27 @@ def moved(predictor: Interpolation) -> list[Tensor]:
     return starts
 
 
-def plain(predictor: Interpolation, scores: Tensor, retrieved: Retrieved, target: Tensor, starts: list[Tensor]) -> Tensor:
+def plain(predictor: Interpolation, rows: Scored, starts: list[Tensor]) -> Tensor:
     """What holds the parameters comes first, so that autograd adds its gradient last: a share is in the formula twice besides."""
     squares = [(p - start).square().sum() for p, start in zip(predictor.confidence(), starts, strict=True)]
-    held = sum(squares, torch.zeros(())) / (2 * SPREAD**2 * len(target))
-    return F.nll_loss(predictor.log_probs(scores, retrieved.context), target) + held
+    held = sum(squares, torch.zeros(())) / (2 * SPREAD**2 * len(rows.target))
+    return F.nll_loss(rows.log_probs(predictor), rows.target) + held
 
 
 def test_loss_and_gradient_are_those_of_the_plain_formula(fitting: Fitting) -> None:
     """To the last bit: a search takes another way where one differs."""
-    predictor, scores, retrieved, target = fitting
+    predictor, rows = fitting
     assert predictor.fits_share
     starts, parameters = moved(predictor), predictor.confidence()
     for parameter in parameters:
         parameter.requires_grad_(True)
-    loss = Loss(predictor, scores, retrieved.context, target, parameters, starts, SPREAD)
+    loss = Loss(predictor, rows, parameters, starts, SPREAD)
     found = loss()
     assert loss.values.grad is not None
     gradient = loss.values.grad.clone()
     for parameter in parameters:
         parameter.grad = None
-    wanted = plain(predictor, scores, retrieved, target, starts)
+    wanted = plain(predictor, rows, starts)
     wanted.backward()
     assert torch.equal(found, wanted)
     assert torch.equal(gradient, torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in parameters]))
@@ -76,10 +76,10 @@ def test_loss_and_gradient_are_those_of_the_plain_formula(fitting: Fitting) -> N
 
 def test_a_fit_ends_where_torch_ends_without_help(fitting: Fitting) -> None:
     """The same search over the parameters one by one, with all of the gradient by autograd. It often looks farther than it goes."""
-    predictor, scores, retrieved, target = fitting
+    predictor, rows = fitting
     starts = moved(predictor)
     other = copy.deepcopy(predictor)
-    fit_confidence(predictor, scores, retrieved, target, starts=starts, begin=values_of(predictor.confidence()), spread=SPREAD)
+    fit_confidence(predictor, rows, starts=starts, begin=values_of(predictor.confidence()), spread=SPREAD)
     parameters = other.confidence()
     for parameter in parameters:
         parameter.requires_grad_(True)
@@ -87,7 +87,7 @@ def test_a_fit_ends_where_torch_ends_without_help(fitting: Fitting) -> None:
 
     def step() -> Tensor:
         optimizer.zero_grad()
-        value = plain(other, scores, retrieved, target, starts)
+        value = plain(other, rows, starts)
         value.backward()
         return value
 

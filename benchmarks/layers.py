@@ -46,6 +46,7 @@ RIVALS: dict[str, Callable[[int, int], nn.Module]] = {
     "dense window mask": rivals.MaskedWindow,
     "natten 1-D": rivals.NattenWindow,
     "local-attention 16": rivals.LocalWindows,
+    "KvtAttention, qk_norm": lambda dim, heads: layers.KvtAttention(dim, num_heads=heads, K=K, qk_norm=nn.LayerNorm),  # ours, at what price
 }
 NOTES = {} if torch.cuda.is_available() else {"natten 1-D": "its CPU fallback"}  # what it has kernels for is CUDA
 PACKAGES = {"natten 1-D": "natten", "local-attention 16": "local-attention"}

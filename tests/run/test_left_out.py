@@ -25,9 +25,9 @@ Patch = pytest.MonkeyPatch
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was never stopped, and one that was."""
     folder = tmp_path_factory.mktemp("runs")
-    run({**TINY, "output_dir": str(folder / "whole")}, Action())
+    run({**TINY, "calibrate": "head", "output_dir": str(folder / "whole")}, Action())
     with pytest.raises(Stopped):
-        run({**TINY, "output_dir": str(folder / "stopped")}, Action(stop_after=2))
+        run({**TINY, "calibrate": "head", "output_dir": str(folder / "stopped")}, Action(stop_after=2))
     return folder
 
 

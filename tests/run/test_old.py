@@ -60,7 +60,7 @@ def test_a_file_with_old_names(tmp_path: Path) -> None:
 def test_a_checkpoint_with_old_names(given: dict[str, Any], old: str, value: Any, tmp_path: Path) -> None:
     (name,) = set(given) - {"head"}
     folder = tmp_path / "run"
-    first = run({**TINY, "num_epochs": 1, "k_train": 3, **given, "output_dir": str(folder)}, Action())
+    first = run({**TINY, "num_epochs": 1, "k_train": 3, "calibrate": "head", **given, "output_dir": str(folder)}, Action())
     best = folder / "checkpoints" / "best"
     tensors, facts = store.load(best)
     renamed = {old if option == name else option: kept for option, kept in facts["config"].items()}

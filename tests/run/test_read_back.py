@@ -24,7 +24,7 @@ FILES = ("results.json", "metrics.jsonl", "run.json", "predictions.safetensors",
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     for name, layer in (("one", "Attention"), ("two", "KvtAttention(K=2)")):
-        run({**TINY, "num_epochs": 1, "layer": layer, "output_dir": str(folder / name)}, Action())
+        run({**TINY, "num_epochs": 1, "calibrate": "head", "layer": layer, "output_dir": str(folder / name)}, Action())
     return folder
 
 

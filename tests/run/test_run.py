@@ -88,7 +88,8 @@ def everything(run_dir: Path) -> dict[str, Any]:
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     found["lines"] = [{k: v for k, v in line.items() if k not in ("seconds", "images_per_second")} for line in lines]
     results = json.loads((run_dir / "results.json").read_text())
-    found["scores"] = {k: results[k] for k in ("test", "val")} | {k: results["about"][k] for k in ("epoch", "params", "gflops", "data")}
+    found["scores"] = {k: results[k] for k in ("test", "test_calibrated", "val", "val_calibrated") if k in results}
+    found["about"] = {k: results["about"][k] for k in ("epoch", "params", "gflops", "data")}
     return found
 
 
@@ -100,7 +101,7 @@ def assert_same(a: Path, b: Path) -> None:
 
 def values(kind: str, folder: str, out: Path) -> dict[str, Any]:
     if kind == "memory":
-        return {**TINY, "output_dir": str(out)}
+        return {**TINY, "calibrate": "head", "output_dir": str(out)}
     return {**TINY, "dataset": folder, "resize": 8, "workers": int(kind[-1]), "output_dir": str(out)}
 
 

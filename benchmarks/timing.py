@@ -6,6 +6,7 @@ is that of a side to the base in the same round; of ratios and seconds, the medi
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -117,6 +118,7 @@ class Group:
     absent: dict[str, str] = field(default_factory=dict)  # rivals that can't be measured here, and why
     notes: dict[str, str] = field(default_factory=dict)  # of a side
     memory: bool = True
+    short: bool = False  # calls of milliseconds, to which it matters what ran before
 
 
 @dataclass(frozen=True)
@@ -155,15 +157,18 @@ def measured(group: Group, clock: str) -> list[Line]:
 
 
 def in_turn(group: Group, clock: str) -> dict[str, list[tuple[float, ...]]]:
-    """Seconds of each phase of each side in each round. The order changes, so that nobody always comes after the same one."""
-    names = warmed_up(group, clock)
+    """Seconds of each phase of each side in each round. Each round has an order of its own, so that nobody always comes after the same
+    one, whose leavings in the caches would be part of every figure; where calls are short, each side runs once more just before.
+    """
+    names, order = warmed_up(group, clock), random.Random(0)
     taken: dict[str, list[tuple[float, ...]]] = {name: [] for name in group.sides if name in names}
     started = time.perf_counter()
     for number in range(group.effort.rounds):
         if number >= group.effort.fewest and time.perf_counter() - started > group.effort.seconds:
             break
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
+        for name in order.sample(names, len(names)):
+            if group.short:
+                lap_times(group, clock, group.sides[name])
             taken[name].append(lap_times(group, clock, group.sides[name]))
     return taken
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -94,18 +95,28 @@ def test_ratios_are_those_of_a_round() -> None:
     assert lines["c"].rounds == 4
 
 
-def test_sides_take_turns() -> None:
-    order: list[str] = []
+def test_sides_take_turns_and_nobody_always_comes_after_the_same_one() -> None:
+    names = "abcde"
+    for short in (False, True):
+        order: list[str] = []
 
-    def side(name: str) -> timing.Side:
-        def run(watch: Watch) -> None:
-            order.append(name)
-            watch.took(1.0)
+        def side(name: str, order: list[str] = order) -> timing.Side:
+            def run(watch: Watch) -> None:
+                order.append(name)
+                watch.took(len(order))
 
-        return run
+            return run
 
-    timing.in_turn(Group("bank", "", ("search",), ("a",), {name: side(name) for name in "abc"}, Effort(3, 1.0, warm_up=0)), "wall")
-    assert "".join(order) == "abcbcacab"
+        group = Group("layers", "", ("forward",), ("a",), {name: side(name) for name in names}, Effort(9, 60.0, warm_up=0), short=short)
+        taken = timing.in_turn(group, "wall")
+        calls = 2 if short else 1
+        rounds = [order[i : i + 5 * calls] for i in range(0, len(order), 5 * calls)]
+        assert [sorted(one) for one in rounds] == [sorted(names * calls)] * 9
+        assert not short or all(one[::2] == one[1::2] for one in rounds)  # each twice in a row
+        assert all(order[int(call) - 1] == name for name, times in taken.items() for (call,) in times)
+        assert not short or all(call % 2 == 0 for times in taken.values() for (call,) in times)  # the second is what counts
+        once = order[::calls]
+        assert all(len({before for before, name in itertools.pairwise(once) if name == one}) > 2 for one in names)
 
 
 def test_rounds_end_with_the_time_but_not_before_there_are_three() -> None:

@@ -17,6 +17,7 @@ from inputs.rows import Batch
 from layers.dropout import drop_by_rows
 from layers.functional import full_precision
 from layers.linear import speed_up_linear
+from layers.norm import speed_up_norms
 from utils import Diverged, wrong_return
 
 
@@ -33,6 +34,7 @@ class Classifier(nn.Module):
         self.num_classes, self.facts, self.use_amp = num_classes, facts, use_amp
         drop_by_rows(self)
         speed_up_linear(self)
+        speed_up_norms(self)
         self.calibrated: Predictor | None = None  # None: the classifier answers as it was trained
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:

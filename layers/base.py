@@ -13,6 +13,7 @@ from layers import lists
 from layers.attention_map import attention_map
 from layers.functional import full_precision
 from layers.linear import Linear
+from layers.norm import faster
 from utils import BadOption, whole_number, wrong_return
 
 
@@ -45,8 +46,8 @@ class TokenMixer(nn.Module):
         self.scale = self.head_dim**-0.5
         inner = num_heads * self.head_dim
         self.qkv = Linear(dim, 3 * inner, bias=qkv_bias)
-        self.q_norm = qk_norm(self.head_dim) if qk_norm else nn.Identity()
-        self.k_norm = qk_norm(self.head_dim) if qk_norm else nn.Identity()
+        self.q_norm = faster(qk_norm(self.head_dim)) if qk_norm else nn.Identity()
+        self.k_norm = faster(qk_norm(self.head_dim)) if qk_norm else nn.Identity()
         self.attn_drop = nn.Dropout(attention_dropout)
         self.norm = nn.Identity()  # of the output, before `proj`; a model whose attention was swapped may bring a real one
         self.proj = Linear(inner, dim, bias=proj_bias)

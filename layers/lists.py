@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from layers import kernels
-from layers.compiled import native
+from layers.compiled import differentiable, native
 from layers.functional import say_once
 
 
@@ -51,7 +51,8 @@ def attend(
         raise ValueError("attend: bias and keep have no gradient; add what is learned to q and k, or detach it")
     if bias is not None:
         bias = bias.expand(q.shape[2], K).contiguous()
-    out, found, weight = _attend(q, k, v, index, K, scale, bias, first, keep, kernel, among, places)
+    way = _differentiable if _short(q) else _attend
+    out, found, weight = way(q, k, v, index, K, scale, bias, first, keep, kernel, among, places)
     return Attended(out, found if index is None else _of_all(index, q), weight)
 
 
@@ -227,6 +228,15 @@ def _backward(ctx: Any, grad: Tensor | None, _: Any, of_weight: Tensor | None) -
 
 
 _attend.register_autograd(_backward, setup_context=_save)
+
+
+_differentiable = differentiable(lambda *inputs: _attend(*inputs), _save, _backward)
+
+
+def _short(q: Tensor) -> bool:
+    """Where nothing has to be recorded but a gradient: graphs and autocast want the operator itself."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling() and not torch.is_autocast_enabled(q.device.type)
+
 
 for _op in (_attend, _attend_backward):
     for _device in ("cpu", "cuda"):

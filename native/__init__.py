@@ -8,13 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
-import platform
-import shutil
-import stat
-import subprocess
-import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -22,13 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from native.build import Unbuilt, built
+from native.build import processor as processor
 from utils import say
 
-SOURCE = Path(__file__).with_name("nearest.c")
-COMPILERS = ("cc", "gcc", "clang")
-ALWAYS = ("-std=gnu11", "-O3", "-shared", "-fPIC")
-# The first that the compiler takes. Without OpenMP one thread does all the work.
-OPTIONAL = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ())
 FUNCTIONS = ("nearest", "scan", "others", "bag", "pair_dot", "spread", "factor_gradient", "attend", "attend_gradient")
 POINTERS = (
     *("index", "weight", "factor", "matrix", "turned", "panel", "d_matrix", "d_blocks", "bias", "keep", "first", "among", "own", "places"),
@@ -38,7 +28,7 @@ SIZES = ("B", "H", "N", "M", "D", "E", "F", "K", "A", "S")
 VIEWS = ("rows", "columns", "out", "values", "grad", "d_rows", "d_columns", "d_values")
 MOST_RANKS = 64  # of a list that is selected here: beyond, sorting whole rows is faster
 MOST_KEPT = 256  # rows for each query of a scan: beyond, inserting one after the other takes longer than FAISS's heap
-SWITCH = "NEIGHBORS_NATIVE"
+WIDEST = 1024  # channels of a row that is normalized here (norm.h)
 _lock = threading.Lock()
 
 
@@ -57,11 +47,16 @@ class Call(ctypes.Structure):
     ]
 
 
+class Norm(ctypes.Structure):
+    _fields_ = [
+        *((name, View) for name in ("x", "grad")),
+        *((name, ctypes.c_void_p) for name in ("y", "d_x", "weight", "bias", "d_weight", "d_bias")),
+        *((name, ctypes.c_int64) for name in ("B", "H", "N", "D", "centered", "threads")),
+        ("epsilon", ctypes.c_float),
+    ]
+
+
 # ---------------------------------------------------------------- compiling and loading
-
-
-class Unbuilt(Exception):
-    """Why there is no compiled code."""
 
 
 def available() -> bool:
@@ -77,76 +72,6 @@ def library() -> Any:
         except Unbuilt as why:
             say(f"kernels: torch ({why})")
             return None
-
-
-def built() -> Path:
-    """The compiled file, made now if the cache has none of this source, compiler and processor."""
-    if os.environ.get(SWITCH) == "0":
-        raise Unbuilt(f"{SWITCH}=0")
-    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
-    if compiler is None:
-        raise Unbuilt("no C compiler found; with one, hard top-K attention and exact search of a bank are faster")
-    sources = [path.read_text() for path in sorted(SOURCE.parent.glob("*.[ch]"))]
-    known = "\n".join([*sources, *ALWAYS, repr(OPTIONAL), compiler, version_of(compiler), processor()])
-    folder = private_folder()
-    path = folder / f"nearest-{hashlib.sha256(known.encode()).hexdigest()[:20]}.so"
-    if not path.exists():
-        compile_to(path, compiler)
-    if not only_ours(path):
-        raise Unbuilt(f"{path} may be written by others")
-    return path
-
-
-def compile_to(path: Path, compiler: str) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".so")
-    os.close(handle)
-    said = ""
-    try:
-        for more in OPTIONAL:
-            done = subprocess.run([compiler, *ALWAYS, *more, "-o", temporary, str(SOURCE)], capture_output=True, text=True, check=False)
-            if done.returncode == 0:
-                os.chmod(temporary, 0o700)
-                os.replace(temporary, path)
-                return
-            said = said or (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise Unbuilt(f"{compiler} failed: {said[:200]}")
-    except OSError as error:
-        raise Unbuilt(f"{compiler} can't be run: {error.strerror}") from None
-    finally:
-        Path(temporary).unlink(missing_ok=True)
-
-
-def version_of(compiler: str) -> str:
-    try:
-        return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    except OSError as error:
-        raise Unbuilt(f"{compiler} can't be run: {error.strerror}") from None
-
-
-def processor() -> str:
-    """What -march=native follows: code for one processor may stop another one that shares the home directory."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-
-
-def private_folder() -> Path:
-    """Where compiled code is kept: nobody else may write there, or their code would run here."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "neighbor-attention"
-    try:
-        cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if cache.is_symlink() or not only_ours(cache):
-            raise Unbuilt(f"{cache} may be written by others")
-    except (OSError, RuntimeError):  # no home, or it is not ours to write
-        raise Unbuilt(f"{cache} can't be made") from None
-    return cache
-
-
-def only_ours(path: Path) -> bool:
-    found = path.stat()
-    return not hasattr(os, "getuid") or (found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
 def _load(path: Path) -> Any:
@@ -301,25 +226,41 @@ def dropped(x: Tensor, keys: Tensor, numbers: Tensor, below: int, scale: float) 
     return out
 
 
-WRITTEN = ("out", "d_rows", "d_columns", "d_values", "d_matrix", "score", "kept", "chosen")
+def normalized(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float, centered: bool) -> Tensor:
+    """x (B, H, N, D), each row by the mean of its channels (where `centered`) and their deviation, times weight (D,), plus bias (D,)."""
+    y = torch.empty(x.shape)
+    normalize("normalized", x, epsilon, centered, y=y, weight=weight, bias=bias)
+    return y
+
+
+def normalized_gradient(
+    grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float, centered: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients in x, weight and bias; none for those that are none."""
+    d_x, sums = torch.empty(x.shape), torch.empty(2, len(x) * x.shape[1], x.shape[3])
+    of_weight, of_bias = weight is not None, bias is not None
+    parts = {"d_weight": sums[0] if of_weight else None, "d_bias": sums[1] if of_bias else None}
+    normalize("normalized_gradient", x, epsilon, centered, grad=grad, d_x=d_x, weight=weight, **parts)
+    d_weight, d_bias = sums.sum(1) if of_weight or of_bias else (None, None)
+    return d_x, d_weight if of_weight else None, d_bias if of_bias else None
+
+
+def normalize(name: str, x: Tensor, epsilon: float, centered: bool, **parts: Tensor | None) -> None:
+    sizes = dict(zip("BHND", x.shape, strict=True)) | {"centered": centered, "threads": torch.get_num_threads(), "epsilon": epsilon}
+    there = {part: t if t.stride(-1) == 1 else t.contiguous() for part, t in {"x": x, **parts}.items() if t is not None}
+    views = {part: View(t.data_ptr(), *t.stride()[:3]) if part in ("x", "grad") else t.data_ptr() for part, t in there.items()}
+    getattr(library(), f"neighbors_{name}")(ctypes.byref(Norm(**sizes, **views)))
+
+
+WRITTEN = frozenset(("out", "d_rows", "d_columns", "d_values", "d_matrix", "score", "kept", "chosen"))
+WHOLE = frozenset(("index", "own", "among", "places"))
 
 
 def call(name: str, *, K: int | None = None, scale: float = 1.0, **parts: Tensor | None) -> None:
     """Sizes follow from the tensors. What is not written may lie anywhere in memory, if its channels lie side by side."""
     there = {part: t if part in WRITTEN else readable(part, t) for part, t in parts.items() if t is not None}
-    of_rows, of_columns = (
-        next(there[part] for part in names if part in there) for names in (("rows", "out", "index"), ("columns", "out", "index"))
-    )
-    (B, H, N, D), M = of_rows.shape, of_columns.shape[2]
-    if "rows" not in there:  # `out` stands for them
-        D = of_columns.shape[3]
-    E = there["values"].shape[3] if "values" in there else D
-    F = next((there[part].shape[3] for part in ("grad", "out") if part in there and "matrix" in there), E)
-    S, A = (there[part].shape[-1] if part in there else 0 for part in ("places", "among"))
-    K = K or there["index"].shape[-1]
-    lists = N * K if "index" in there and there["index"].dim() == 4 else 0
-    asked = Call(B=B, H=H, N=N, M=M, D=D, E=E, F=F, K=K, A=A, S=S, lists=lists, threads=torch.get_num_threads(), scale=scale)
-    check_sizes(name, asked, there)
+    asked = Call.from_buffer_copy(sized(name, K, tuple((part, t.shape) for part, t in there.items())))
+    asked.threads, asked.scale = torch.get_num_threads(), scale
     for part, t in there.items():
         setattr(asked, part, View(t.data_ptr(), *t.stride()[:3]) if part in VIEWS else t.data_ptr())
     if getattr(library(), f"neighbors_{name}")(ctypes.byref(asked)):
@@ -330,10 +271,30 @@ def readable(part: str, t: Tensor) -> Tensor:
     """As the C code reads it."""
     if part in VIEWS:
         return t if t.stride(3) == 1 else t.contiguous()
-    return (t.long() if part in ("index", "own", "among", "places") else t.float()).contiguous()
+    return (t.long() if part in WHOLE else t.float()).contiguous()
 
 
-def check_sizes(name: str, asked: Call, parts: dict[str, Tensor]) -> None:
+@functools.lru_cache(maxsize=1024)  # a model calls with few shapes, and often
+def sized(name: str, K: int | None, shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> Call:
+    """A call with its sizes and nothing else, once they are known to fit each other."""
+    there = dict(shapes)
+    of_rows, of_columns = (
+        next(there[part] for part in names if part in there) for names in (("rows", "out", "index"), ("columns", "out", "index"))
+    )
+    (B, H, N, D), M = of_rows, of_columns[2]
+    if "rows" not in there:  # `out` stands for them
+        D = of_columns[3]
+    E = there["values"][3] if "values" in there else D
+    F = next((there[part][3] for part in ("grad", "out") if part in there and "matrix" in there), E)
+    S, A = (there[part][-1] if part in there else 0 for part in ("places", "among"))
+    K = K or there["index"][-1]
+    lists = N * K if "index" in there and len(there["index"]) == 4 else 0
+    asked = Call(B=B, H=H, N=N, M=M, D=D, E=E, F=F, K=K, A=A, S=S, lists=lists)
+    check_sizes(name, asked, there)
+    return asked
+
+
+def check_sizes(name: str, asked: Call, shapes: dict[str, tuple[int, ...]]) -> None:
     """The C code believes its sizes: what is too small would be read beyond its end."""
     B, H, N, M, D, E, F, K, A, S = (getattr(asked, size) for size in SIZES)
     wanted = {"rows": (B, H, N, D), "columns": (B, H, M, D), "values": (B, H, M, E), "grad": (B, H, N, F), "bias": (N, K), "first": ()}
@@ -349,6 +310,6 @@ def check_sizes(name: str, asked: Call, parts: dict[str, Tensor]) -> None:
         wanted["factor"] = (M,)
     if name == "others":
         wanted["chosen"] = (B, H, N, S)
-    for part, tensor in parts.items():
-        if tensor.shape != wanted[part]:
-            raise ValueError(f"{name}: {part} must be {wanted[part]}, got {tuple(tensor.shape)}")
+    for part, shape in shapes.items():
+        if shape != wanted[part]:
+            raise ValueError(f"{name}: {part} must be {wanted[part]}, got {tuple(shape)}")

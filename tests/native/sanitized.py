@@ -16,8 +16,8 @@ from pathlib import Path
 HERE = Path(__file__).parent
 LIBRARIES = ("libasan.so", "libubsan.so")
 RUN = """
-import sys, pytest, native
-native.ALWAYS = (*native.ALWAYS, "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+import sys, pytest, native, native.build as build
+build.ALWAYS = (*build.ALWAYS, "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 if not native.available():
     sys.exit("the compiler has no sanitizers")
 sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *sys.argv[1:]]))
@@ -33,7 +33,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as cache:
         more = {"LD_PRELOAD": " ".join(found), "ASAN_OPTIONS": "detect_leaks=0", "XDG_CACHE_HOME": cache}  # Python frees little at its end
         environment = {**os.environ, **more, "PYTHONPATH": str(HERE.parent.parent)}
-        tests = [*(str(HERE / f"test_{name}.py") for name in ("nearest", "lists", "dropout")), "-k", "not announce and not 1025"]
+        tests = [*(str(HERE / f"test_{name}.py") for name in ("nearest", "lists", "dropout", "norm")), "-k", "not announce and not 1025"]
         return subprocess.run([sys.executable, "-c", RUN, *tests], env=environment, check=False).returncode
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import native
+from native import build
 
 ROOT = Path(__file__).parent.parent.parent
 needs_compiler = pytest.mark.skipif(not native.available(), reason="no C compiler here")
@@ -21,7 +22,7 @@ needs_compiler = pytest.mark.skipif(not native.available(), reason="no C compile
 def anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A cache of its own, and nothing loaded yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv(native.SWITCH, raising=False)
+    monkeypatch.delenv(build.SWITCH, raising=False)
     native.library.cache_clear()
     yield tmp_path / "cache" / "neighbor-attention"
     native.library.cache_clear()
@@ -29,35 +30,35 @@ def anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 @needs_compiler
 def test_it_is_compiled_once_into_a_folder_of_the_user(anew: Path) -> None:
-    first = native.built()
+    first = build.built()
     assert first.parent == anew
     assert anew.stat().st_mode & 0o777 == 0o700
     before = first.stat().st_mtime_ns
-    assert native.built() == first
+    assert build.built() == first
     assert first.stat().st_mtime_ns == before
     assert [f.name for f in anew.iterdir()] == [first.name]  # no temporary file is left
 
 
 @needs_compiler
 def test_another_source_compiler_or_processor_is_another_file(anew: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    names = {native.built().name}
+    names = {build.built().name}
     with monkeypatch.context() as patch:
-        patch.setattr(native, "processor", lambda: "flags: another")
-        names.add(native.built().name)
+        patch.setattr(build, "processor", lambda: "flags: another")
+        names.add(build.built().name)
     with monkeypatch.context() as patch:
-        patch.setattr(native, "version_of", lambda _: "cc 99")
-        names.add(native.built().name)
-    copy = shutil.copytree(native.SOURCE.parent, tmp_path / "native")
-    monkeypatch.setattr(native, "SOURCE", copy / native.SOURCE.name)
-    for file in ("nearest.c", "vectors.h", "select.h", "matrix.h"):
+        patch.setattr(build, "version_of", lambda _: "cc 99")
+        names.add(build.built().name)
+    copy = shutil.copytree(build.SOURCE.parent, tmp_path / "native")
+    monkeypatch.setattr(build, "SOURCE", copy / build.SOURCE.name)
+    for file in ("nearest.c", "vectors.h", "select.h", "matrix.h", "norm.h"):
         (copy / file).write_text((copy / file).read_text() + "\n// changed\n")
-        names.add(native.built().name)
-    assert len(names) == 7
+        names.add(build.built().name)
+    assert len(names) == 8
 
 
 @needs_compiler
 def test_what_others_may_write_is_not_loaded(anew: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = native.built()
+    path = build.built()
     path.chmod(0o722)
     assert not native.available()
     assert f"kernels: torch ({path} may be written by others)" in capsys.readouterr().err
@@ -72,30 +73,35 @@ def test_a_symlink_is_no_folder_of_ours(anew: Path, tmp_path: Path) -> None:
     anew.parent.mkdir()
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     anew.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(native.Unbuilt, match=r"may be written by others|no C compiler"):
-        native.built()
+    with pytest.raises(build.Unbuilt, match=r"may be written by others|no C compiler"):
+        build.built()
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_without_a_compiler_it_is_said_once(anew: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(native, "COMPILERS", ("no-such-compiler",))
+    monkeypatch.setattr(build, "COMPILERS", ("no-such-compiler",))
     assert not native.available()
     assert not native.available()
     assert capsys.readouterr().err.count("kernels: torch (no C compiler found") == 1
 
 
-def test_a_compiler_that_fails_is_said_with_its_last_word(anew: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("said", "kept"), [("warned\ncannot compile", "cannot compile"), ("x.c: error: no vectors\n  1 | x\n    | ^", "x.c: error: no vectors")]
+)
+def test_a_compiler_that_fails_is_said_with_its_first_error_or_last_word(
+    said: str, kept: str, anew: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     broken = tmp_path / "cc"
-    broken.write_text("#!/bin/sh\necho 'cannot compile' >&2\nexit 1\n")
+    broken.write_text(f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
     broken.chmod(0o700)
-    monkeypatch.setattr(native, "COMPILERS", (str(broken),))
-    with pytest.raises(native.Unbuilt, match="cc failed: cannot compile"):
-        native.built()
+    monkeypatch.setattr(build, "COMPILERS", (str(broken),))
+    with pytest.raises(build.Unbuilt, match=f"^{broken} failed: {kept}$"):
+        build.built()
     assert not list(anew.iterdir())
 
 
 def test_it_is_switched_off_by_hand(anew: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv(native.SWITCH, "0")
+    monkeypatch.setenv(build.SWITCH, "0")
     assert not native.available()
     assert "kernels: torch (NEIGHBORS_NATIVE=0)" in capsys.readouterr().err
 

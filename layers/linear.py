@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
+GRADIENTS = ("mkldnn_linear_backward_input", "mkldnn_linear_backward_weights")  # operators of torch, which a build may lack
 LEAST = 1 << 23  # multiplications in a call: with fewer, handing over takes longer than is won (measured at 4 to 60 million)
 
 
@@ -52,6 +53,8 @@ def mkl_is_slow() -> bool:
     """NOTE: told by name and not by a measurement, which would choose now one way and now the other, and their last digits differ."""
     if os.environ.get("NEIGHBORS_NATIVE") == "0" or not torch.backends.mkldnn.is_available():
         return False
+    if not all(hasattr(torch.ops.aten, name) for name in GRADIENTS):
+        return False
     try:
         with open("/proc/cpuinfo") as file:
             made_by_amd = any("AuthenticAMD" in line for line in file)
@@ -77,8 +80,11 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 @torch.library.custom_op("neighbors::linear_backward", mutates_args=())
 def _linear_backward(grad: Tensor, x: Tensor, weight: Tensor, of_x: bool, of_weight: bool) -> tuple[Tensor, Tensor]:
     """Gradients in x and weight, of those that are wanted."""
-    d_x = _linear(grad, weight.T.contiguous(), None) if of_x else x.new_empty(0)
-    d_weight = _linear(grad.T.contiguous(), x.T.contiguous(), None) if of_weight else x.new_empty(0)
+    operators, grad, d_x, d_weight = torch.ops.aten, grad.to_mkldnn(), x.new_empty(0), x.new_empty(0)
+    if of_x:
+        d_x = operators.mkldnn_linear_backward_input(list(x.shape), grad, weight).to_dense()
+    if of_weight:
+        d_weight = operators.mkldnn_linear_backward_weights(grad, x.to_mkldnn(), weight, False)[0].to_dense()
     return d_x, d_weight
 
 

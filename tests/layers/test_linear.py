@@ -46,6 +46,20 @@ def test_output_and_gradients_are_those_of_float64(shape: tuple[int, ...], bias:
         torch.testing.assert_close(one.double(), other, atol=1e-6, rtol=1e-5)
 
 
+def test_gradients_are_the_same_each_time_and_need_not_all_be_asked_for() -> None:
+    grad, x, weight = (
+        torch.randn(*size, generator=torch.Generator().manual_seed(n)) for n, size in enumerate([(997, 67), (997, 131), (67, 131)])
+    )
+    d_x, d_weight = linear._linear_backward(grad, x, weight, True, True)
+    torch.testing.assert_close(d_x.double(), grad.double() @ weight.double(), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(d_weight.double(), grad.double().T @ x.double(), atol=1e-4, rtol=1e-5)
+    only_x, only_weight = linear._linear_backward(grad, x, weight, True, False), linear._linear_backward(grad, x, weight, False, True)
+    assert torch.equal(only_x[0], d_x)
+    assert torch.equal(only_weight[1], d_weight)
+    assert not only_x[1].numel()
+    assert not only_weight[0].numel()
+
+
 def test_what_lies_in_memory_otherwise_and_frozen_weights() -> None:
     ours = layer(7, 11)
     x = torch.randn(5, 7, 6).transpose(1, 2)
@@ -115,6 +129,10 @@ def test_the_rule_names_processors_and_can_be_switched_off(monkeypatch: pytest.M
     assert not linear.mkl_is_slow()
     linear.mkl_is_slow.cache_clear()
     monkeypatch.delenv("NEIGHBORS_NATIVE")
+    with monkeypatch.context() as patch:
+        patch.setattr(linear, "GRADIENTS", ("no_such_operator",))
+        assert not linear.mkl_is_slow()
+    linear.mkl_is_slow.cache_clear()
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     assert not linear.mkl_is_slow()
     linear.mkl_is_slow.cache_clear()

@@ -129,26 +129,34 @@ INLINE vec exponential(vec x) {
   return (vec)((none & (ivec)x) | (~none & ~small & (ivec)p));
 }
 
-// score = softmax of scale x score + bias, over the last of (B H, N, K); kept = score after dropout.
+// score = softmax of scale x score + bias, over the last of (B H, N, K); kept = score after dropout. R rows at a time, in `x`.
 static void softmax_rows(const Call *c, int64_t g, int64_t first, int64_t last, float *x) {
-  int64_t K = c->K;
-  for (int64_t r = K; r < whole(K); r++) x[r] = -__builtin_inff();  // is e to the minus infinity, 0
-  for (int64_t n = first; n < last; n++) {
-    int64_t at = (g * c->N + n) * K;
-    for (int64_t r = 0; r < K; r++) x[r] = c->score[at + r] * c->scale + (c->bias ? c->bias[n * K + r] : 0);
-    if (c->first) x[0] = *c->first;
-    vec top = load(x), total = {0};
-    for (int64_t r = W; r < whole(K); r += W) top = greater(top, load(x + r));
-    float most = greatest(top);
-    for (int64_t r = 0; r < whole(K); r += W) {
-      vec e = exponential(load(x + r) - most);
-      total += e;
-      store(x + r, e);
+  int64_t K = c->K, width = whole(K);
+  for (int64_t i = 0; i < R * width; i++) x[i] = -__builtin_inff();  // beyond K: e to the minus infinity, 0
+  for (int64_t n = first; n < last; n += R) {
+    int64_t here = least(R, last - n), at = (g * c->N + n) * K;
+    for (int64_t r = 0; r < here; r++) {
+      for (int64_t i = 0; i < K; i++) x[r * width + i] = c->score[at + r * K + i] * c->scale + (c->bias ? c->bias[(n + r) * K + i] : 0);
+      if (c->first) x[r * width] = *c->first;
     }
-    float all = sum(total);
-    for (int64_t r = 0; r < K; r++) c->score[at + r] = x[r] / all;
-    for (int64_t r = 0; c->keep && r < K; r++) c->kept[at + r] = c->score[at + r] * c->keep[at + r];
-    for (int64_t r = K; r < whole(K); r++) x[r] = -__builtin_inff();
+    for (int64_t r = 0; r < here; r++) {
+      float *row = x + r * width;
+      vec top = load(row), total = {0};
+      for (int64_t i = W; i < width; i += W) top = greater(top, load(row + i));
+      float most = greatest(top);
+      for (int64_t i = 0; i < width; i += W) {
+        vec e = exponential(load(row + i) - most);
+        total += e;
+        store(row + i, e);
+      }
+      float all = sum(total);
+      for (int64_t i = 0; i < width; i += W) store(row + i, load(row + i) / all);
+    }
+    for (int64_t r = 0; r < here; r++) {
+      for (int64_t i = 0; i < K; i++) c->score[at + r * K + i] = x[r * width + i];
+      for (int64_t i = K; i < width; i++) x[r * width + i] = -__builtin_inff();
+    }
+    for (int64_t i = at; c->keep && i < at + here * K; i++) c->kept[i] = c->score[i] * c->keep[i];
   }
 }
 
@@ -200,7 +208,7 @@ static float *packed(const float *matrix, int64_t rows, int64_t width) {
 }
 static int64_t room(const Call *c) {  // that selecting takes
   int64_t ld = whole(c->among ? c->A : c->M);
-  return ld * (c->D + R + 5) + 2 * whole(c->K) + 128;
+  return ld * (c->D + R) + 2 * R * (ld + 32) + 3 * R * whole(few(c->K)) + 2 * whole(c->K);
 }
 int64_t neighbors_nearest(const Call *c) { return shared(nearest_rows, c, c->N, R, room(c)); }
 int64_t neighbors_scan(const Call *c) { return shared(scan_rows, c, c->N, R, CHUNK * (c->D + R + 1)); }
@@ -220,11 +228,11 @@ static int64_t *own_places(const Call *c) {
 int64_t neighbors_attend(const Call *c) {
   Call with = *c;
   float *panel = NULL;
-  int64_t *own = NULL, wrong = 1, selecting = c->chosen ? room(c) : whole(c->K), laid = R * (c->K * c->E + whole(c->F));
+  int64_t *own = NULL, wrong = 1, laid = c->matrix ? R * (c->K * c->E + whole(c->F)) : R * whole(c->K), selecting = c->chosen ? room(c) : 0;
   if (c->among && (outside(c->among, c->A, c->M) || !(own = own_places(c)))) return 1;
   if (!c->matrix || (panel = packed(c->matrix, c->F, c->K * c->E))) {
     with.panel = panel, with.own = own;
-    wrong = shared(attend_rows, &with, c->N, R, c->matrix && laid > selecting ? laid : selecting);
+    wrong = shared(attend_rows, &with, c->N, R, laid > selecting ? laid : selecting);
   }
   free(own), free(panel);
   return wrong;

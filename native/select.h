@@ -52,9 +52,16 @@ static int64_t reaching(const int32_t *key, int64_t ld, int32_t least_key, int32
   return count;
 }
 
-// The K best of `count` columns, best first and equals in their order: `best` and its keys. `x` has room for whole(count) keys.
-static void rank(const int32_t *key, const int32_t *column, int64_t count, int64_t K, int32_t *x, int32_t *best, int32_t *best_key) {
-  if (count > 2 * K + 4 * W) {  // many are equal: into a short list, one after the other
+INLINE int64_t few(int64_t K) { return 2 * K + 4 * W; }  // columns of which each is compared with each; more only where many are equal
+
+// Keys of `count` columns side by side, if they are few.
+static void collect(const int32_t *key, const int32_t *column, int64_t count, int64_t K, int32_t *x) {
+  for (int64_t i = 0; i < whole(count) && count <= few(K); i++) x[i] = key[column[i]];
+}
+
+// The K best of `count` columns, best first and equals in their order: `best` and its keys. `x` has what was collected.
+static void rank(const int32_t *key, const int32_t *column, int64_t count, int64_t K, const int32_t *x, int32_t *best, int32_t *best_key) {
+  if (count > few(K)) {  // into a short list, one after the other
     int64_t have = 0;
     for (int64_t i = 0; i < count; i++) {
       int32_t y = key[column[i]];
@@ -66,7 +73,6 @@ static void rank(const int32_t *key, const int32_t *column, int64_t count, int64
     return;
   }
   int64_t all = whole(count);
-  for (int64_t i = 0; i < all; i++) x[i] = key[column[i]];
   for (int64_t i = 0; i < all; i += W) {  // the place of each: how many are larger, or equal and before it
     ivec y = keys_at(x + i), me = lanes() + (int32_t)i, place = {0};
     for (int64_t j = 0; j < all; j++) place -= x[j] - ((int32_t)j < me) > y;  // true is -1: an equal one that is before is larger by 1
@@ -106,29 +112,42 @@ static int completed(const Call *c, int64_t g, int64_t n, const float *s, int32_
   return 0;
 }
 
-// Scores and columns of each row's K nearest, and what else the list has.
+// Scores and columns of each row's K nearest, and what else the list has. Each step is taken for R rows before the next one is: while one row
+// waits for what it has just computed, the processor is at work on others.
 static int nearest_rows(const Call *c, int64_t g, int64_t first, int64_t last, float *scratch) {
-  int64_t M = c->among ? c->A : c->M, itself = c->among != NULL, D = c->D, K = c->K - itself - c->S, ld = whole(M);
+  int64_t M = c->among ? c->A : c->M, itself = c->among != NULL, D = c->D, K = c->K - itself - c->S, ld = whole(M), wide = ld + 32;
+  int64_t most = whole(few(K));
   float *panel = scratch, *s = panel + ld * D;
-  int32_t *key = (int32_t *)(s + R * ld), *x = key + ld + 32, *column = x + ld, *best = column + ld + 32, *best_key = best + ld, *lane = best_key + ld;
+  int32_t *key = (int32_t *)(s + R * ld), *column = key + R * wide, *x = column + R * wide, *best = x + R * most, *best_key = best + R * most;
+  int32_t *lane = best_key + R * most, *before = lane + whole(K), least_key[R];
+  int64_t count[R];
   const float *rows = group(c->rows, c, g), *at[R];
   pack(panel, group(c->columns, c, g), c->columns.row, c->among, M, D);
-  for (int64_t j = ld; j < ld + 32; j++) key[j] = INT32_MIN;
   for (int64_t n = first; n < last; n += R) {
+    int64_t here = least(R, last - n);
     for (int r = 0; r < R; r++) at[r] = rows + least(n + r, last - 1) * c->rows.row;
     scores(s, panel, at, M, D);
-    for (int64_t r = 0; r < R && n + r < last; r++) {
-      for (int64_t j = 0; j < ld; j += W) *(ivec_at *)(key + j) = ordered((ivec)load(s + r * ld + j));
-      for (int64_t j = M; j < ld; j++) key[j] = INT32_MIN;  // no column; and after all that are
-      if (c->own && c->own[n + r] >= 0) key[c->own[n + r]] = (int32_t)0xFF800000 ^ 0x7FFFFFFF;  // minus infinity
-      rank(key, column, reaching(key, ld, bound(key, ld, K, lane), column), K, x, best, best_key);
+    for (int64_t r = 0; r < here; r++) {
+      int32_t *to = key + r * wide;
+      for (int64_t j = 0; j < ld; j += W) *(ivec_at *)(to + j) = ordered((ivec)load(s + r * ld + j));
+      for (int64_t j = M; j < wide; j++) to[j] = INT32_MIN;  // no column; and after all that are
+      if (c->own && c->own[n + r] >= 0) to[c->own[n + r]] = (int32_t)0xFF800000 ^ 0x7FFFFFFF;  // minus infinity
+    }
+    for (int64_t r = 0; r < here; r++) least_key[r] = bound(key + r * wide, ld, K, lane);
+    for (int64_t r = 0; r < here; r++) count[r] = reaching(key + r * wide, ld, least_key[r], column + r * wide);
+    for (int64_t r = 0; r < here; r++) collect(key + r * wide, column + r * wide, count[r], K, x + r * most);
+    for (int64_t r = 0; r < here; r++) {
+      rank(key + r * wide, column + r * wide, count[r], K, x + r * most, best + r * most, best_key + r * most);
+    }
+    for (int64_t r = 0; r < here; r++) {
       int64_t to = (g * c->N + n + r) * c->K + itself;
       for (int64_t i = 0; i < K; i++) {
-        int32_t bits = best_key[i] ^ (best_key[i] >> 31 & 0x7FFFFFFF);
+        int32_t column_of = best[r * most + i], bits = best_key[r * most + i];
+        bits ^= bits >> 31 & 0x7FFFFFFF;
         __builtin_memcpy(c->score + to + i, &bits, 4);
-        c->chosen[to + i] = c->among ? c->among[best[i]] : best[i];
+        c->chosen[to + i] = c->among ? c->among[column_of] : column_of;
       }
-      if ((c->among || c->S) && completed(c, g, n + r, c->among ? NULL : s + r * ld, x)) return 1;
+      if ((c->among || c->S) && completed(c, g, n + r, c->among ? NULL : s + r * ld, before)) return 1;
     }
   }
   return 0;

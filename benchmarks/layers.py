@@ -105,7 +105,7 @@ def group(ask: Ask, sizes: Sizes, tokens: int, dtype: str, mode: str) -> Group:
     setting = f"{tokens} tokens, {images} images, {DIM} channels, {HEADS} heads, K = {K}, {dtype}, {mode}"
     facts = {"tokens": tokens, "images": images, "dtype": dtype, "mode": mode}
     effort = ask.effort(sizes.rounds, sizes.seconds)
-    return Group(PART, setting, (FORWARD, BOTH), (DENSE,), sides, effort, ask.device, facts, absent, NOTES, short=True)
+    return Group(PART, setting, (FORWARD, BOTH), (DENSE,), sides, effort, ask.device, facts, absent, NOTES, short=tokens <= 197)
 
 
 def fits(name: str, grid: tuple[int, int]) -> bool:

@@ -215,7 +215,9 @@ def _backward(ctx: Any, grad: Tensor | None, _: Any, of_weight: Tensor | None) -
     again = torch.is_grad_enabled()  # a gradient of this gradient is wanted
     if again or of_weight is not None or grad is None:  # of the pieces, which have all of them
         with torch.enable_grad():
-            parts = q, k, v, kernel = [t if again or t is None else t.detach().requires_grad_(t.requires_grad) for t in (q, k, v, kernel)]
+            q, k, v = (_apart(t, again) for t in (q, k, v))
+            kernel = None if kernel is None else _apart(kernel, again)
+            parts = (q, k, v, kernel)
             pieces = composed(q, k, v, index, ctx.K, ctx.scale, bias, ctx.first, keep, kernel)
             ends = [(end, d) for end, d in ((pieces.out, grad), (pieces.weight, of_weight)) if d is not None]
             wanted = [t for t in parts if t is not None and t.requires_grad]
@@ -227,15 +229,21 @@ def _backward(ctx: Any, grad: Tensor | None, _: Any, of_weight: Tensor | None) -
     return d_q, d_k, d_v, None, None, None, None, None, None, d_kernel if kernel is not None else None, None, None
 
 
+def _apart(t: Tensor, again: bool) -> Tensor:
+    """What the pieces are differentiated in: not the tensor itself, whose hooks would run here and once more afterwards."""
+    return t.view_as(t) if again else t.detach().requires_grad_(t.requires_grad)
+
+
 _attend.register_autograd(_backward, setup_context=_save)
 
 
-_differentiable = differentiable(lambda *inputs: _attend(*inputs), _save, _backward)
+_differentiable = differentiable(_attend, _save, _backward)
 
 
 def _short(q: Tensor) -> bool:
-    """Where nothing has to be recorded but a gradient: graphs and autocast want the operator itself."""
-    return torch.is_grad_enabled() and not torch.compiler.is_compiling() and not torch.is_autocast_enabled(q.device.type)
+    """Whether a gradient is wanted, and nobody else looks on: graphs, traces and autocast have to see the operator."""
+    graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return torch.is_grad_enabled() and not graph and not torch.is_autocast_enabled(q.device.type)
 
 
 for _op in (_attend, _attend_backward):

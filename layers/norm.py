@@ -18,18 +18,21 @@ class LayerNorm(nn.LayerNorm):
     """nn.LayerNorm, computed the faster way."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return _normalized(x, self.weight, self.bias, self.eps, True) if takes(x, self) else super().forward(x)
+        return _short(x, self.weight, self.bias, self.eps, True) if takes(x, self) else super().forward(x)
 
 
 class RMSNorm(nn.RMSNorm):
     """nn.RMSNorm, computed the faster way."""
 
     def forward(self, x: Tensor) -> Tensor:
-        epsilon = torch.finfo(x.dtype).eps if self.eps is None else self.eps
-        return _normalized(x, self.weight, None, epsilon, False) if takes(x, self) else super().forward(x)
+        if not takes(x, self):
+            return super().forward(x)
+        epsilon: float = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        y: Tensor = _short(x, self.weight, None, epsilon, False)
+        return y
 
 
-# By exact name: a subclass may compute something else.
+# By exact name: a subclass may compute something else; and by name, so that timm need not be there.
 FASTER: dict[str, type[nn.Module]] = {
     "torch.nn.modules.normalization.LayerNorm": LayerNorm,
     "torch.nn.modules.normalization.RMSNorm": RMSNorm,
@@ -39,17 +42,11 @@ FASTER: dict[str, type[nn.Module]] = {
 
 
 def faster(norm: nn.Module) -> nn.Module:
-    """The same module with the same weights, computed the faster way if it is one of these."""
-    name = f"{type(norm).__module__}.{type(norm).__qualname__}"
-    if name in FASTER and not (name.startswith("timm.") and _reduced_by_timm()):
-        norm.__class__ = FASTER[name]
+    """The same module: one of FASTER's keys becomes of the class beside it, with its weights and hooks; others stay."""
+    made = FASTER.get(f"{type(norm).__module__}.{type(norm).__qualname__}")
+    if made is not None and not getattr(norm, "_fast_norm", False):  # timm's, made to compute in half precision
+        norm.__class__ = made
     return norm
-
-
-def _reduced_by_timm() -> bool:
-    from timm.layers import is_fast_norm
-
-    return is_fast_norm()
 
 
 def speed_up_norms(model: nn.Module) -> None:
@@ -66,14 +63,46 @@ def takes(x: Tensor, norm: nn.LayerNorm | nn.RMSNorm) -> bool:
         not (torch.compiler.is_compiling() or torch.jit.is_tracing())  # a graph has its own way, and may run elsewhere
         and type(x) is Tensor
         and x.dim() == 4
-        and norm.normalized_shape == x.shape[-1:]
+        and all(shape == x.shape[-1:] for shape in (norm.normalized_shape, *(t.shape for t in weights)))
         and x.shape[-1] <= native.WIDEST
         and not torch.is_autocast_enabled("cpu")
         and native.takes(x, *weights)
     )
 
 
-# ---------------------------------------------------------------- with its gradient
+# ---------------------------------------------------------------- the operator
+
+
+@torch.library.custom_op(
+    "neighbors::normalized",
+    mutates_args=(),
+    schema="(Tensor x, Tensor? weight, Tensor? bias, float epsilon, bool centered) -> Tensor",
+)
+def _normalized(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float, centered: bool) -> Tensor:
+    """x (B, H, N, D), weight and bias (D,): a LayerNorm of each row, or an RMSNorm if it is not `centered`."""
+    return native.normalized(x, weight, bias, epsilon, centered)
+
+
+@_normalized.register_fake
+def _(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op(
+    "neighbors::normalized_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor x, Tensor? weight, Tensor? bias, float epsilon, bool centered) -> (Tensor, Tensor, Tensor)",
+)
+def _normalized_backward(
+    grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float, centered: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients in x, weight and bias (empty where there is none)."""
+    return native.normalized_gradient(grad, x, weight, bias, epsilon, centered)
+
+
+@_normalized_backward.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(0 if weight is None else weight.shape), x.new_empty(0 if bias is None else bias.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -84,13 +113,16 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     inputs = ctx.saved_tensors
     if not torch.is_grad_enabled():
-        return *native.normalized_gradient(grad, *inputs, *ctx.how), None, None
-    x, weight, bias = inputs  # a gradient of this gradient is wanted: of torch's own
-    epsilon, centered = ctx.how
+        found = _normalized_backward(grad, *inputs, *ctx.how)
+        return *(d if t is not None else None for d, t in zip(found, inputs, strict=True)), None, None
+    epsilon, centered = ctx.how  # a gradient of this gradient is wanted: of torch's own
+    parts: list[Any] = [t if t is None else t.view_as(t) for t in inputs]  # views: hooks of the inputs run once, after this
+    x, weight, bias = parts
     again = F.layer_norm(x, x.shape[-1:], weight, bias, epsilon) if centered else F.rms_norm(x, x.shape[-1:], weight, epsilon)
-    wanted = [t for t in inputs if t is not None and t.requires_grad]
-    found = iter(torch.autograd.grad(again, wanted, grad, create_graph=True))
-    return *(next(found) if t is not None and t.requires_grad else None for t in inputs), None, None
+    wanted = [t for t in parts if t is not None and t.requires_grad]
+    gradients = iter(torch.autograd.grad(again, wanted, grad, create_graph=True))
+    return *(next(gradients) if t is not None and t.requires_grad else None for t in parts), None, None
 
 
-_normalized = differentiable(lambda *inputs: native.normalized(*inputs), _save, _backward)
+_normalized.register_autograd(_backward, setup_context=_save)
+_short = differentiable(_normalized, _save, _backward)

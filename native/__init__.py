@@ -1,7 +1,7 @@
-"""nearest.c: compiled at its first use with the machine's C compiler, kept in the user's cache, called by ctypes.
+"""nearest.c, compiled at its first use (build.py), called by ctypes.
 
-Everything that the C code does, layers/kernels.py, layers/dropout.py and classifiers/index.py can do without it. `available()` says
-whether it is there; where it is not, one line tells why. NEIGHBORS_NATIVE=0 does without it by hand.
+Everything that the C code does, kernels.py, dropout.py and norm.py of layers/ and classifiers/index.py can do without it. `available()`
+says whether it is there; where it is not, one line tells why. NEIGHBORS_NATIVE=0 does without it by hand.
 """
 
 from __future__ import annotations
@@ -98,7 +98,9 @@ def takes(*tensors: Tensor) -> bool:
 def nearest(q: Tensor, k: Tensor, K: int, own: Tensor | None) -> tuple[Tensor, Tensor]:
     """q (B, H, N, D), k (B, H, M, D) to scores and index (B, H, N, K), best first, equals by column; `own` (M,): a row's own column."""
     B, H, N, _ = q.shape
-    score, index = q.new_empty(B, H, N, K), torch.empty(B, H, N, K, dtype=torch.int64)
+    if not 1 <= K <= k.shape[2]:
+        raise ValueError(f"nearest: K must be from 1 to the number of columns ({k.shape[2]}), got {K}")
+    score, index = q.new_empty(B, H, N, K), q.new_empty((B, H, N, K), dtype=torch.int64)
     call("nearest", rows=q, columns=k, K=K, score=score, chosen=index, own=None if own is None else places_of(own, N))
     return score, index
 
@@ -106,14 +108,15 @@ def nearest(q: Tensor, k: Tensor, K: int, own: Tensor | None) -> tuple[Tensor, T
 def places_of(columns: Tensor, N: int) -> Tensor:
     """Where each of N rows is among columns that are named by their rows; -1 where it is not."""
     there = (columns >= 0) & (columns < N)
-    return torch.full((N,), -1).index_put((columns[there],), torch.arange(len(columns))[there])
+    where = torch.arange(len(columns), device=columns.device)[there]
+    return columns.new_full((N,), -1).index_put((columns[there],), where)
 
 
 def scan(queries: Tensor, rows: Tensor, more: Tensor | None, K: int) -> tuple[Tensor, Tensor]:
     """The K largest of queries (Q, D) . rows (M, D) + more (M,): scores and index (Q, K), best first, equals by row; -1 for none."""
     if not 1 <= K <= len(rows):
         raise ValueError(f"scan: K must be from 1 to the number of rows ({len(rows)}), got {K}")
-    score, index = torch.empty(1, 1, len(queries), K), torch.empty(1, 1, len(queries), K, dtype=torch.int64)
+    score, index = queries.new_empty(1, 1, len(queries), K), queries.new_empty((1, 1, len(queries), K), dtype=torch.int64)
     call("scan", rows=queries[None, None], columns=rows[None, None], K=K, score=score, chosen=index, factor=more)
     return score[0, 0], index[0, 0]
 
@@ -121,7 +124,7 @@ def scan(queries: Tensor, rows: Tensor, more: Tensor | None, K: int) -> tuple[Te
 def others(index: Tensor, places: Tensor) -> Tensor:
     """index (B, H, N, K), places (H, N, S) among the columns that are not in a row's list: these columns, (B, H, N, S)."""
     (B, H, N, _), S = index.shape, places.shape[2]
-    found = torch.empty(B, H, N, S, dtype=torch.int64)
+    found = index.new_empty((B, H, N, S), dtype=torch.int64)
     call("others", index=index, places=places, chosen=found)
     return found
 
@@ -180,10 +183,10 @@ def attend(
             raise ValueError(f"attend: from 1 to {room} columns can be selected for each row, got {picked}")
     factor, matrix = (kernel, None) if kernel is None or kernel.dim() == 2 else (None, kernel.transpose(0, 1).flatten(1))  # (F, K E)
     out, weight = v.new_empty(B, N, H, v.shape[3] if matrix is None else len(matrix)).transpose(1, 2), q.new_empty(B, H, N, K)
-    chosen = torch.empty((B, H, N, K) if index is None else (0,), dtype=torch.int64)
+    chosen = q.new_empty((B, H, N, K) if index is None else (0,), dtype=torch.int64)
     parts: dict[str, Any] = {"index": index, "bias": bias, "keep": keep, "factor": factor, "matrix": matrix, "score": weight}
     parts |= {"among": among, "places": places}
-    parts |= {"chosen": chosen if index is None else None, "first": None if first is None else torch.tensor(first)}
+    parts |= {"chosen": chosen if index is None else None, "first": None if first is None else q.new_tensor(first)}
     parts["kept"] = None if keep is None else torch.empty_like(weight)
     call("attend", rows=q, columns=k, values=v, out=out, K=K, scale=scale, **parts)
     return out, chosen, weight
@@ -202,15 +205,15 @@ def attend_gradient(
     kernel: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients in q, k, v and the kernel (empty where there is none)."""
-    d_q, d_k, d_v = torch.empty(q.shape), torch.zeros(k.shape), torch.zeros(v.shape)
+    d_q, d_k, d_v = q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     kept = weight if keep is None else weight * keep
-    parts: dict[str, Any] = {"index": index, "weight": weight, "keep": keep, "first": torch.zeros(()) if first else None}
+    parts: dict[str, Any] = {"index": index, "weight": weight, "keep": keep, "first": q.new_zeros(()) if first else None}
     parts |= {"score": torch.empty_like(weight), "kept": kept, "d_rows": d_q, "d_columns": d_k, "d_values": d_v}
     if kernel is None or kernel.dim() == 2:
         call("attend_gradient", rows=q, columns=k, values=v, grad=grad, factor=kernel, scale=scale, **parts)
         return d_q, d_k, d_v, v.new_empty(0) if kernel is None else factor_gradient(grad, v, index.expand(weight.shape), kept)
     K, F, E = kernel.shape
-    parts |= {"matrix": kernel.transpose(1, 2).flatten(0, 1), "turned": grad.transpose(2, 3), "d_matrix": torch.empty(F, K * E)}
+    parts |= {"matrix": kernel.transpose(1, 2).flatten(0, 1), "turned": grad.transpose(2, 3), "d_matrix": v.new_empty(F, K * E)}
     call("attend_gradient", rows=q, columns=k, values=v, grad=grad, scale=scale, **parts)
     return d_q, d_k, d_v, parts["d_matrix"].view(F, K, E).transpose(0, 1)
 
@@ -228,21 +231,21 @@ def dropped(x: Tensor, keys: Tensor, numbers: Tensor, below: int, scale: float) 
 
 def normalized(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float, centered: bool) -> Tensor:
     """x (B, H, N, D), each row by the mean of its channels (where `centered`) and their deviation, times weight (D,), plus bias (D,)."""
-    y = torch.empty(x.shape)
+    y = x.new_empty(x.shape)
     normalize("normalized", x, epsilon, centered, y=y, weight=weight, bias=bias)
     return y
 
 
 def normalized_gradient(
     grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float, centered: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients in x, weight and bias; none for those that are none."""
-    d_x, sums = torch.empty(x.shape), torch.empty(2, len(x) * x.shape[1], x.shape[3])
-    of_weight, of_bias = weight is not None, bias is not None
-    parts = {"d_weight": sums[0] if of_weight else None, "d_bias": sums[1] if of_bias else None}
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients in x, weight and bias (empty where there is none)."""
+    groups = len(x) * x.shape[1]
+    d_x = x.new_empty(x.shape)
+    d_weight, d_bias = (x.new_empty((0, 0) if t is None else (groups, x.shape[3])) for t in (weight, bias))
+    parts = {"d_weight": d_weight if d_weight.numel() else None, "d_bias": d_bias if d_bias.numel() else None}
     normalize("normalized_gradient", x, epsilon, centered, grad=grad, d_x=d_x, weight=weight, **parts)
-    d_weight, d_bias = sums.sum(1) if of_weight or of_bias else (None, None)
-    return d_x, d_weight if of_weight else None, d_bias if of_bias else None
+    return d_x, d_weight.sum(0), d_bias.sum(0)
 
 
 def normalize(name: str, x: Tensor, epsilon: float, centered: bool, **parts: Tensor | None) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import layers
 import native
 from layers import lists
 from tests.native.reference import SIZES, assert_near, heads, random
@@ -70,6 +72,42 @@ def test_attention_over_lists(size: tuple[int, ...], kind: str, threads: int) ->
 def test_a_gradient_of_the_gradient_is_that_of_the_pieces() -> None:
     q, k, v = (heads(1, 2, 7, 4, seed).double().requires_grad_() for seed in range(3))
     assert torch.autograd.gradgradcheck(lambda q, k, v: lists.attend(q, k, v, 3, 0.5).out, (q, k, v), fast_mode=True)
+
+
+def test_hooks_of_inputs_run_once() -> None:
+    found = []
+    for again in (False, True):
+        q, k, v = (heads(1, 2, 7, 4, seed).clone().requires_grad_() for seed in range(3))
+        doubled = k * 1
+        doubled.register_hook(lambda gradient: 2 * gradient)
+        found.append(torch.autograd.grad(lists.attend(q, doubled, v, 3, 0.5).out.square().sum(), [q, k, v], create_graph=again))
+    for one, other in zip(*found, strict=True):
+        assert_near(one, other.double())
+
+
+def test_what_looks_on_sees_the_operator(tmp_path: Path) -> None:
+    """A trace that is saved, with gradients enabled; and a function that is mapped over a batch."""
+    layer = layers.build("KvtAttention", dim=12, num_heads=3, K=3).eval()
+    x = torch.randn(2, 1, 7, 12, generator=torch.Generator().manual_seed(1))
+    torch.jit.save(torch.jit.trace(layer, x[0], check_trace=False), tmp_path / "layer.pt")
+    torch.testing.assert_close(torch.jit.load(tmp_path / "layer.pt")(x[1]), layer(x[1]))
+    torch.testing.assert_close(torch.func.vmap(layer)(x), torch.stack([layer(one) for one in x]))
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16])
+def test_another_default_type(kind: torch.dtype) -> None:
+    q, k, v = (heads(1, 2, 7, 4, seed).clone().requires_grad_() for seed in range(3))
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(lists.attend(q, k, v, 3, 0.5, first=0.25).out.square().sum(), [q, k, v])
+
+    wanted = gradients()
+    torch.set_default_dtype(kind)
+    try:
+        found = gradients()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize("uses", ["weight", "out and weight"])

@@ -34,7 +34,7 @@ BLOCK = 2**17
 
 
 def top_columns(scores: np.ndarray, K: int) -> np.ndarray:
-    """The K largest of each row, best first, equal scores in the order of their columns: (..., M) float32 to (..., K).
+    """The K largest of each row, best first, equal scores in the order of their columns, NaN above all: (..., M) float32 to (..., K).
 
     A score and its column make one 64-bit key, and NumPy orders such keys with vector instructions; torch.topk takes
     four times as long here and does not promise the order of equals.
@@ -44,6 +44,7 @@ def top_columns(scores: np.ndarray, K: int) -> np.ndarray:
     ordered = bits >> 31  # floats order as their bits do, the negative ones in reverse
     ordered &= 0x7FFFFFFF
     ordered ^= bits
+    ordered[np.isnan(scores)] = 0x7FFFFFFF  # whose sign says nothing
     keys = ordered.astype(np.int64)
     keys <<= 32
     keys |= np.arange(m - 1, -1, -1)

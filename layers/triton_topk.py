@@ -25,6 +25,7 @@ def as_keys(score: tl.tensor, column: tl.tensor) -> tl.tensor:
     """Keys of scores and their columns: int64, in the order that neighbors are taken in."""
     bits = score.to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # floats order as their bits do, the negative ones in reverse
+    bits = tl.where(score != score, 0x7FFFFFFF, bits)  # NaN above all, whatever its sign
     return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - column).to(tl.int64)
 
 

@@ -2,9 +2,12 @@
 
 // ---------------------------------------------------------------- the K best of a row
 
-// Floats to whole numbers of the same order (and back: it is its own inverse). Numbers that are none come out above infinity, all below
-// the largest whole number, so that 1 can be added.
-INLINE ivec ordered(ivec bits) { return smaller(bits ^ (bits >> 31 & 0x7FFFFFFF), (ivec){0} + (INT32_MAX - 1)); }
+// Floats to whole numbers of the same order (and back: it is its own inverse). Numbers that are none, of either sign, come out above
+// infinity, all below the largest whole number, so that 1 can be added.
+INLINE ivec ordered(ivec bits) {
+  ivec none = (bits & 0x7FFFFFFF) > 0x7F800000;
+  return (none & (INT32_MAX - 1)) | (~none & (bits ^ (bits >> 31 & 0x7FFFFFFF)));
+}
 
 // A key that at least K of the columns reach, and few others. Columns are dealt to whole(K) lanes; the K-th largest of the lanes' maxima
 // is reached by K lanes at least. `lane` has room for whole(K) keys.

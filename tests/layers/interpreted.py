@@ -66,10 +66,17 @@ def a_row_of_nan_stays_alone() -> None:
     assert_same(ours[0].nan_to_num(), wanted[0].nan_to_num(), 1e-5)
 
 
+def nan_of_either_sign_comes_first() -> None:
+    q, k, v = (t.detach().clone() for t in inputs(1, 1, 5, 5, 8))
+    k[0, 0, 3, 0], k[0, 0, 1, 0] = torch.nan, -torch.tensor(torch.nan)
+    assert triton_topk.attend(q, k, v, 3, 1.0)[1][..., :2].tolist() == composed(q, k, v, 3, 1.0)[1][..., :2].tolist() == [[[[1, 3]] * 5]]
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     lists.in_one_kernel = lambda *_: True  # there is no GPU
     equal_with_gradients()
     equal_scores_by_column()
     a_row_of_nan_stays_alone()
+    nan_of_either_sign_comes_first()
     print("equal")

@@ -33,6 +33,9 @@ def test_top_columns_by_hand() -> None:
     assert top_columns(scores, 3).tolist() == [[1, 3, 4], [3, 4, 1]]
     assert top_columns(scores, 5).tolist() == [[1, 3, 4, 2, 0], [3, 4, 1, 2, 0]]
     assert top_columns(scores, 0).shape == (2, 0)
+    none = np.array([[1.0, np.nan, np.inf, 2.0, -np.nan]], np.float32)  # of either sign
+    assert np.signbit(none).any()
+    assert top_columns(none, 3).tolist() == [[1, 4, 2]]
 
 
 @pytest.mark.parametrize(("m", "K"), [(2, 1), (13, 13), (257, 5), (301, 301), (1031, 64)])

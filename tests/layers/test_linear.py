@@ -53,6 +53,10 @@ def test_gradients_are_the_same_each_time_and_need_not_all_be_asked_for() -> Non
     d_x, d_weight = linear._linear_backward(grad, x, weight, True, True)
     torch.testing.assert_close(d_x.double(), grad.double() @ weight.double(), atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(d_weight.double(), grad.double().T @ x.double(), atol=1e-4, rtol=1e-5)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        again = linear._linear_backward(grad, x, weight, True, True)
+        assert all(torch.equal(one, other) for one, other in zip(again, (d_x, d_weight), strict=True))
     only_x, only_weight = linear._linear_backward(grad, x, weight, True, False), linear._linear_backward(grad, x, weight, False, True)
     assert torch.equal(only_x[0], d_x)
     assert torch.equal(only_weight[1], d_weight)

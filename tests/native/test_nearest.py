@@ -78,10 +78,12 @@ def test_whatever_the_number_of_threads_the_numbers_are_the_same() -> None:
 
 
 def test_equal_scores_go_by_column_and_what_is_no_number_comes_as_without() -> None:
-    """As in kernels.top_columns: NaN above infinity. A score of -0 is a sum, 0 + -0 = 0."""
-    rows = torch.tensor([[1.0, 3, 1, 3, 3], [-torch.inf, 2, 2, torch.inf, 0], [torch.nan, 1, 2, torch.nan, 9], [0.0, -0.0, 0.0, -1, -0.0]])
-    k = rows.t().reshape(1, 1, 5, 4).contiguous()  # channel n of the columns has the scores of case n
-    wanted = [[1, 3, 4], [3, 1, 2], [0, 3, 4], [0, 1, 2]]
+    """As in kernels.top_columns: NaN above infinity, whatever its sign. A score of -0 is a sum, 0 + -0 = 0."""
+    inf, nan = torch.inf, torch.nan
+    rows = torch.tensor([[1.0, 3, 1, 3, 3], [-inf, 2, 2, inf, 0], [nan, 1, 2, nan, 9], [0.0, -0.0, 0.0, -1, -0.0], [1, inf, nan, 0, nan]])
+    rows[4, 2].view(torch.int32).bitwise_or_(-(2**31))  # inf - inf has this sign on x86
+    k = rows.t().reshape(1, 1, 5, 5).contiguous()  # channel n of the columns has the scores of case n
+    wanted = [[1, 3, 4], [3, 1, 2], [0, 3, 4], [0, 1, 2], [2, 4, 1]]
     for n, of_row in enumerate(wanted):
         one = k[..., n : n + 1].contiguous()
         assert native.nearest(torch.ones(1, 1, 1, 1), one, 3, None)[1].flatten().tolist() == of_row

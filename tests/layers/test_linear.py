@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,20 +127,45 @@ def test_plain_layers_of_a_model_are_changed_and_no_others() -> None:
     torch.testing.assert_close(model(x), before)
 
 
+ZEN_5 = "processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 26\nmodel\t\t: 2\n\nprocessor\t: 1\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "family"),
+    [
+        (ZEN_5, 26),
+        (ZEN_5.replace("26", "25"), 25),
+        (ZEN_5.replace("AuthenticAMD", "GenuineIntel"), 0),
+        ("Processor\t: AArch64\n", 0),
+        ("", 0),
+    ],
+)
+def test_the_family_of_a_processor(text: str, family: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(linear, "CPUINFO", str(tmp_path / "cpuinfo"))
+    assert linear.family_of_amd() == 0, "there is no such file"
+    (tmp_path / "cpuinfo").write_text(text)
+    assert linear.family_of_amd() == family
+
+
 def test_the_rule_names_processors_and_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    linear.mkl_is_slow.cache_clear()
+    is_slow = linear.mkl_is_slow.__wrapped__
+    monkeypatch.delenv("NEIGHBORS_NATIVE", raising=False)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(linear, "family_of_amd", lambda: 26)
+    assert is_slow() == all(hasattr(torch.ops.aten, name) for name in linear.GRADIENTS)
+    otherwise: list[tuple[Any, str, Any]] = [
+        (linear, "family_of_amd", lambda: 25),
+        (linear, "GRADIENTS", ("no_such_operator",)),
+        (torch.backends.cpu, "get_cpu_capability", lambda: "AVX2"),
+        (torch.backends.mkldnn, "is_available", lambda: False),
+    ]
+    for where, name, value in otherwise:
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, value)
+            assert not is_slow()
     monkeypatch.setenv("NEIGHBORS_NATIVE", "0")
-    assert not linear.mkl_is_slow()
-    linear.mkl_is_slow.cache_clear()
-    monkeypatch.delenv("NEIGHBORS_NATIVE")
-    with monkeypatch.context() as patch:
-        patch.setattr(linear, "GRADIENTS", ("no_such_operator",))
-        assert not linear.mkl_is_slow()
-    linear.mkl_is_slow.cache_clear()
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    assert not linear.mkl_is_slow()
-    linear.mkl_is_slow.cache_clear()
+    assert not is_slow()
 
 
 def test_operators_are_well_formed() -> None:

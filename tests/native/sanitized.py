@@ -20,7 +20,7 @@ LIBRARIES = ("libasan.so", "libubsan.so")
 RUN = """
 import sys, pytest, native, native.build as build
 build.ALWAYS = (*build.ALWAYS, "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-build.OPTIONAL = (("-march=" + sys.argv.pop(1), "-fopenmp"),)
+build.OPTIONAL = (("-march=" + sys.argv.pop(1), *build.HERE[1:], "-fopenmp"),)
 if not native.available():
     sys.exit("the compiler has no sanitizers")
 sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *sys.argv[1:]]))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -54,6 +56,22 @@ def test_another_source_compiler_or_processor_is_another_file(anew: Path, monkey
         (copy / file).write_text((copy / file).read_text() + "\n// changed\n")
         names.add(build.built().name)
     assert len(names) == 8
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86")
+@pytest.mark.parametrize(("processor", "register"), [("skylake-avx512", "zmm"), ("sapphirerapids", "zmm"), ("znver3", "ymm")])
+def test_vectors_stay_whole(processor: str, register: str) -> None:
+    """Also on processors for which the compiler would rather have shorter ones: a maximum of all lanes is one instruction."""
+    compiler = next(found for name in build.COMPILERS if (found := shutil.which(name)))
+    flags = [flag.replace("native", processor) for flag in build.HERE]
+    done = subprocess.run(
+        [compiler, *build.ALWAYS, *flags, "-S", "-o", "-", str(build.SOURCE)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"this compiler does not know {processor}")
+    assert re.search(rf"vpmaxsd[^\n]*%{register}", done.stdout)
+    assert re.search(rf"vfmadd[^\n]*%{register}", done.stdout)
 
 
 @needs_compiler

@@ -6,13 +6,13 @@ import os
 import platform
 import time
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.timing import Ask
 from evaluation.cost import load
+from layers import linear
 from layers.compiled import native
 from run.provenance import git_state, versions
 
@@ -45,12 +45,11 @@ def about(ask: Ask) -> dict[str, Any]:
 
 
 def processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
+    """Its name, and the numbers by which makers tell those apart that have the same name."""
+    facts = linear.processor()
+    name = facts.get("model name") or platform.processor() or platform.machine()
+    numbers = ", ".join(f"{label} {facts[key]}" for label, key in (("family", "cpu family"), ("model", "model")) if key in facts)
+    return f"{name} ({numbers})" if numbers else name
 
 
 def version_of(package: str) -> str | None:

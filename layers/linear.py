@@ -62,14 +62,19 @@ def mkl_is_slow() -> bool:
 
 def family_of_amd() -> int:
     """Of the machine's processor; 0 if another maker's, or where it is not told."""
+    facts = processor()
+    family = facts.get("cpu family", "")
+    return int(family) if facts.get("vendor_id") == "AuthenticAMD" and family.isdigit() else 0
+
+
+def processor() -> dict[str, str]:
+    """What Linux tells of the first processor."""
     try:
         with open(CPUINFO) as file:
             first, _, _ = file.read().partition("\n\n")
     except OSError:
-        return 0
-    facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
-    family = facts.get("cpu family", "")
-    return int(family) if facts.get("vendor_id") == "AuthenticAMD" and family.isdigit() else 0
+        return {}
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
 
 
 # ---------------------------------------------------------------- the operator

@@ -249,7 +249,7 @@ int64_t neighbors_attend_gradient(const Call *c) {
   with.panel = packed_in_blocks(c), with.d_blocks = malloc(blocks_of(c) * c->B * c->H * c->N * c->K * sizeof(float));
   if (with.panel && with.d_blocks && !(wrong = shared(conv_gradient, &with, c->E, BLOCK, R * c->K * BLOCK))) {
     wrong = shared(attend_gradient_rows, &with, c->N, 1, 0) + shared(spread_channels, &keys, c->D, W, 0) +
-            shared_by(matrix_gradient, c, 1, 1, width, C * W, (c->F + c->N + R) * C * W);
+            shared_by(matrix_gradient, c, 1, width, C * W, (c->F + c->N + R) * C * W);
   }
   free(with.panel), free(with.d_blocks);
   return wrong;

@@ -103,20 +103,19 @@ typedef struct {
 
 typedef int Work(const Call *, int64_t group, int64_t first, int64_t last, float *scratch);
 
-// Calls `work` for each group and for `total` rows (or channels), in pieces that depend on nothing but sizes. A thread takes whole images
-// where there are enough of them: heads of one image share lines of the cache. Where groups are few, each is cut in parts of `unit`s.
-static int64_t shared_by(Work *work, const Call *c, int64_t groups, int64_t together, int64_t total, int64_t unit, int64_t scratch) {
-  int64_t units = (total + unit - 1) / unit;
-  int64_t parts = least(groups >= c->threads ? 1 : (c->threads + groups - 1) / groups, units), pieces = groups / together * parts;
-  int64_t wrong = 0;
-#pragma omp parallel num_threads(c->threads) if (c->threads > 1) reduction(+ : wrong)
-  {
+// Calls `work` for all rows (or channels) of all groups. Each thread takes one stretch of them, as torch's operators do around it: what a core
+// has just written is near it, and cores of some machines share no cache. A stretch may end within a group, after a whole number of `unit`s;
+// what is computed does not depend on where.
+static int64_t shared_by(Work *work, const Call *c, int64_t groups, int64_t total, int64_t unit, int64_t scratch) {
+  int64_t units = (total + unit - 1) / unit, all = groups * units, wrong = 0;
+#pragma omp parallel for schedule(static) num_threads(c->threads) if (c->threads > 1) reduction(+ : wrong)
+  for (int64_t t = 0; t < c->threads; t++) {
     float *own = malloc((scratch + 16) * sizeof(float));
     wrong += own == NULL;
-#pragma omp for schedule(dynamic)
-    for (int64_t p = 0; p < pieces; p++) {
-      int64_t part = p % parts, first = units * part / parts * unit, last = least(units * (part + 1) / parts * unit, total);
-      for (int64_t g = p / parts * together; own && g < (p / parts + 1) * together; g++) wrong += work(c, g, first, last, own);
+    for (int64_t at = all * t / c->threads, end = all * (t + 1) / c->threads, next; own && at < end; at = next) {
+      int64_t g = at / units, begin = g * units;
+      next = least(begin + units, end);
+      wrong += work(c, g, (at - begin) * unit, least((next - begin) * unit, total), own);
     }
     free(own);
   }
@@ -124,7 +123,7 @@ static int64_t shared_by(Work *work, const Call *c, int64_t groups, int64_t toge
 }
 
 static int64_t shared(Work *work, const Call *c, int64_t total, int64_t unit, int64_t scratch) {
-  return shared_by(work, c, c->B * c->H, c->B >= c->threads ? c->H : 1, total, unit, scratch);
+  return shared_by(work, c, c->B * c->H, total, unit, scratch);
 }
 
 INLINE float *group(View x, const Call *c, int64_t g) { return x.data + g / c->H * x.image + g % c->H * x.head; }

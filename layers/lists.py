@@ -180,15 +180,39 @@ def _attend_backward(
     """Gradients in q, k, v and the kernel (empty where there is none)."""
     if _native_takes(q, k, v, kernel):
         return native.attend_gradient(grad, q, k, v, index, weight, scale, first, keep, kernel)
-    index, kept, columns = _of_all(index, q).long(), weight if keep is None else weight * keep, k.shape[2]
-    if kernel is None:
-        d_v, d_kept, d_kernel = kernels.spread(grad, index, kept, columns), kernels.pair_dot(grad, v, index), v.new_empty(0)
-    else:
-        d_v, d_kept, d_kernel = kernels.rank_conv_backward(grad, v, index, kept, kernel)
-    d_weight = d_kept if keep is None else d_kept * keep
+    d_q, d_k, d_v, d_kernel = _gradients(grad, None, q, k, v, index, weight, scale, first, keep, kernel)
+    assert d_v is not None
+    return d_q, d_k, d_v, v.new_empty(0) if d_kernel is None else d_kernel
+
+
+def _gradients(
+    grad: Tensor | None,
+    of_weight: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: Tensor,
+    weight: Tensor,
+    scale: float,
+    first: bool,
+    keep: Tensor | None,
+    kernel: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The same, composed of operators that have gradients themselves; also of what depends on the weights alone."""
+    index, columns = _of_all(index, q).long(), k.shape[2]
+    d_weight, d_v, d_kernel = of_weight, None, None
+    if grad is not None:
+        kept = weight if keep is None else weight * keep
+        if kernel is None:
+            d_v, d_kept = kernels.spread(grad, index, kept, columns), kernels.pair_dot(grad, v, index)
+        else:
+            d_v, d_kept, d_kernel = kernels.rank_conv_backward(grad, v, index, kept, kernel)
+        of_out = d_kept if keep is None else d_kept * keep
+        d_weight = of_out if of_weight is None else of_out + of_weight
+    assert d_weight is not None
     d_score = scale * weight * (d_weight - (d_weight * weight).sum(-1, keepdim=True))
     if first:
-        d_score[..., 0] = 0
+        d_score = torch.cat([torch.zeros_like(d_score[..., :1]), d_score[..., 1:]], -1)
     return kernels.bag(k, index, d_score), kernels.spread(q, index, d_score, columns), d_v, d_kernel
 
 
@@ -203,35 +227,22 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, index, ctx.K, ctx.scale, bias, ctx.first, keep, kernel, *_ = inputs
+    q, k, v, index, _, ctx.scale, _, first, keep, kernel, *_ = inputs
+    ctx.first = first is not None
     ctx.set_materialize_grads(False)  # None, and not zeros, for an output that nobody used
-    ctx.save_for_backward(q, k, v, output[1] if index is None else index, output[2], bias, keep, kernel)
+    ctx.save_for_backward(q, k, v, output[1] if index is None else index, output[2], keep, kernel)
 
 
 def _backward(ctx: Any, grad: Tensor | None, _: Any, of_weight: Tensor | None) -> tuple[Any, ...]:
     if grad is None and of_weight is None:
         return (None,) * 12
-    q, k, v, index, weight, bias, keep, kernel = ctx.saved_tensors
-    again = torch.is_grad_enabled()  # a gradient of this gradient is wanted
-    if again or of_weight is not None or grad is None:  # of the pieces, which have all of them
-        with torch.enable_grad():
-            q, k, v = (_apart(t, again) for t in (q, k, v))
-            kernel = None if kernel is None else _apart(kernel, again)
-            parts = (q, k, v, kernel)
-            pieces = composed(q, k, v, index, ctx.K, ctx.scale, bias, ctx.first, keep, kernel)
-            ends = [(end, d) for end, d in ((pieces.out, grad), (pieces.weight, of_weight)) if d is not None]
-            wanted = [t for t in parts if t is not None and t.requires_grad]
-            outputs, gradients = zip(*ends, strict=True)
-            found = iter(torch.autograd.grad(outputs, wanted, gradients, create_graph=again, allow_unused=True))
-        d_q, d_k, d_v, d_kernel = (next(found) if t is not None and t.requires_grad else None for t in parts)
-        return d_q, d_k, d_v, None, None, None, None, None, None, d_kernel, None, None
-    d_q, d_k, d_v, d_kernel = _attend_backward(grad, q, k, v, index, weight, ctx.scale, ctx.first is not None, keep, kernel)
+    q, k, v, index, weight, keep, kernel = ctx.saved_tensors
+    how = (q, k, v, index, weight, ctx.scale, ctx.first, keep, kernel)
+    if torch.is_grad_enabled() or of_weight is not None or grad is None:  # a gradient of this gradient is wanted, or the weights' own
+        d_q, d_k, d_v, d_kernel = _gradients(grad, of_weight, *how)
+    else:
+        d_q, d_k, d_v, d_kernel = _attend_backward(grad, *how)
     return d_q, d_k, d_v, None, None, None, None, None, None, d_kernel if kernel is not None else None, None, None
-
-
-def _apart(t: Tensor, again: bool) -> Tensor:
-    """What the pieces are differentiated in: not the tensor itself, whose hooks would run here and once more afterwards."""
-    return t.view_as(t) if again else t.detach().requires_grad_(t.requires_grad)
 
 
 _attend.register_autograd(_backward, setup_context=_save)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layers.compiled import differentiable, native
@@ -115,13 +114,20 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     if not torch.is_grad_enabled():
         found = _normalized_backward(grad, *inputs, *ctx.how)
         return *(d if t is not None else None for d, t in zip(found, inputs, strict=True)), None, None
-    epsilon, centered = ctx.how  # a gradient of this gradient is wanted: of torch's own
-    parts: list[Any] = [t if t is None else t.view_as(t) for t in inputs]  # views: hooks of the inputs run once, after this
-    x, weight, bias = parts
-    again = F.layer_norm(x, x.shape[-1:], weight, bias, epsilon) if centered else F.rms_norm(x, x.shape[-1:], weight, epsilon)
-    wanted = [t for t in parts if t is not None and t.requires_grad]
-    gradients = iter(torch.autograd.grad(again, wanted, grad, create_graph=True))
-    return *(next(gradients) if t is not None and t.requires_grad else None for t in parts), None, None
+    return *_gradients(grad, *inputs, *ctx.how), None, None
+
+
+def _gradients(
+    grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float, centered: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The same in torch's operators, which have gradients themselves: of z = (x - its mean) s, times weight, plus bias."""
+    z = x - x.mean(-1, keepdim=True) if centered else x
+    s = (z.square().mean(-1, keepdim=True) + epsilon).rsqrt()
+    z, d_z = z * s, grad if weight is None else grad * weight
+    d_x = d_z - z * (d_z * z).mean(-1, keepdim=True)
+    d_x = s * (d_x - d_z.mean(-1, keepdim=True) if centered else d_x)
+    d_weight, d_bias = (None if t is None else d.flatten(0, -2).sum(0) for t, d in ((weight, grad * z), (bias, grad)))
+    return d_x, d_weight, d_bias
 
 
 _normalized.register_autograd(_backward, setup_context=_save)

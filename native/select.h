@@ -2,7 +2,7 @@
 
 // ---------------------------------------------------------------- the K best of a row
 
-// Floats to whole numbers of the same order (and back: it is its own inverse). Numbers that are none, of either sign, come out above
+// The bits of floats to whole numbers of the same order; the same exclusive or leads back. Numbers that are none, of either sign, come out above
 // infinity, all below the largest whole number, so that 1 can be added.
 INLINE ivec ordered(ivec bits) {
   ivec none = (bits & 0x7FFFFFFF) > 0x7F800000;

@@ -110,9 +110,10 @@ static int64_t shared_by(Work *work, const Call *c, int64_t groups, int64_t tota
   int64_t units = (total + unit - 1) / unit, all = groups * units, wrong = 0;
 #pragma omp parallel for schedule(static) num_threads(c->threads) if (c->threads > 1) reduction(+ : wrong)
   for (int64_t t = 0; t < c->threads; t++) {
-    float *own = malloc((scratch + 16) * sizeof(float));
-    wrong += own == NULL;
-    for (int64_t at = all * t / c->threads, end = all * (t + 1) / c->threads, next; own && at < end; at = next) {
+    int64_t at = all * t / c->threads, end = all * (t + 1) / c->threads;
+    float *own = at < end ? malloc((scratch + 16) * sizeof(float)) : NULL;
+    wrong += at < end && own == NULL;
+    for (int64_t next; own && at < end; at = next) {
       int64_t g = at / units, begin = g * units;
       next = least(begin + units, end);
       wrong += work(c, g, (at - begin) * unit, least((next - begin) * unit, total), own);

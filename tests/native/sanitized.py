@@ -38,7 +38,7 @@ def main() -> int:
         environment = {**os.environ, **more, "PYTHONPATH": str(HERE.parent.parent)}
         tests = [*(str(HERE / f"test_{name}.py") for name in ("nearest", "lists", "dropout", "norm")), "-k", "not announce and not 1025"]
         runs = ([sys.executable, "-c", RUN, processor, *tests] for processor in PROCESSORS)
-        return max(subprocess.run(run, env=environment, check=False).returncode for run in runs)
+        return int(any(subprocess.run(run, env=environment, check=False).returncode for run in runs))  # a signal has a negative one
 
 
 def library_of(compiler: str, name: str) -> str:

@@ -94,6 +94,12 @@ def test_what_looks_on_sees_the_operator(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.func.vmap(layer)(x), torch.stack([layer(one) for one in x]))
 
 
+def test_a_jacobian_of_a_frozen_layer() -> None:
+    layer = layers.build("KvtAttention", dim=12, num_heads=3, K=3).eval().requires_grad_(False)
+    x = torch.randn(1, 7, 12, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(torch.func.jacrev(layer)(x), torch.autograd.functional.jacobian(layer, x))
+
+
 @pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16])
 def test_another_default_type(kind: torch.dtype) -> None:
     q, k, v = (heads(1, 2, 7, 4, seed).clone().requires_grad_() for seed in range(3))

@@ -201,6 +201,15 @@ def test_what_looks_on_sees_an_operator() -> None:
     assert_near(found, wanted.double())
 
 
+@pytest.mark.parametrize("make", [nn.LayerNorm, nn.RMSNorm])
+def test_jacobians(make: Any) -> None:
+    """Whose backward runs when its inputs are of a transform that has ended."""
+    plain, ours = a_norm(make, 4), faster(a_norm(make, 4))
+    x = torch.randn(1, 2, 3, 4, generator=torch.Generator().manual_seed(12))
+    for transform in (torch.func.jacrev, lambda norm: torch.func.jacrev(torch.func.grad(lambda x: norm(x).pow(3).sum()))):
+        torch.testing.assert_close(transform(ours)(x), transform(plain)(x), atol=1e-4, rtol=1e-4)
+
+
 def test_operators_are_well_formed() -> None:
     x, weight, bias = (torch.randn(*size, requires_grad=True) for size in ((1, 2, 3, 5), (5,), (5,)))
     torch.library.opcheck(torch.ops.neighbors.normalized.default, (x, weight, bias, 1e-5, True))

@@ -124,7 +124,7 @@ INLINE vec exponential(vec x) {
   vec p = (vec){0} + 1.5403530e-4f;
   p = p * f + 1.3333558e-3f, p = p * f + 9.6181291e-3f, p = p * f + 5.5504109e-2f;
   p = p * f + 2.4022651e-1f, p = p * f + 6.9314718e-1f, p = p * f + 1;
-  p *= (vec)(((ivec)near + 127) << 23);
+  p *= (vec)(((uvec)near + 127) << 23);
   ivec none = x != x;  // what is no number stays none
   return (vec)((none & (ivec)x) | (~none & ~small & (ivec)p));
 }

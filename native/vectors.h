@@ -13,6 +13,7 @@ enum { W = 4, R = 4, C = 3 };
 
 typedef float vec __attribute__((vector_size(4 * W)));
 typedef int32_t ivec __attribute__((vector_size(4 * W)));
+typedef uint32_t uvec __attribute__((vector_size(4 * W)));
 typedef float vec_at __attribute__((vector_size(4 * W), aligned(4), may_alias));  // at any address
 typedef int32_t ivec_at __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef int32_t eight __attribute__((vector_size(32), aligned(4), may_alias));

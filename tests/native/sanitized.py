@@ -37,8 +37,11 @@ def main() -> int:
         more = {"LD_PRELOAD": " ".join(found), "ASAN_OPTIONS": "detect_leaks=0", "XDG_CACHE_HOME": cache}  # Python frees little at its end
         environment = {**os.environ, **more, "PYTHONPATH": str(HERE.parent.parent)}
         tests = [*(str(HERE / f"test_{name}.py") for name in ("nearest", "lists", "dropout", "norm")), "-k", "not announce and not 1025"]
-        runs = ([sys.executable, "-c", RUN, processor, *tests] for processor in PROCESSORS)
-        return int(any(subprocess.run(run, env=environment, check=False).returncode for run in runs))  # a signal has a negative one
+        runs = [[sys.executable, "-c", RUN, processor, *tests] for processor in PROCESSORS]
+        together = [subprocess.Popen(run, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for run in runs]
+        for processor, run in zip(PROCESSORS, together, strict=True):
+            print(f"{processor}:\n{run.communicate()[0]}", flush=True)
+        return int(any(run.returncode for run in together))  # that of a signal is negative
 
 
 def library_of(compiler: str, name: str) -> str:

@@ -31,12 +31,6 @@ INLINE ivec larger(ivec x, ivec y) {
   return z;
 }
 
-INLINE ivec smaller(ivec x, ivec y) {
-  ivec z;
-  _Pragma("GCC unroll 16") for (int l = 0; l < W; l++) z[l] = x[l] < y[l] ? x[l] : y[l];
-  return z;
-}
-
 INLINE ivec lanes(void) {
   ivec x;
   for (int l = 0; l < W; l++) x[l] = l;

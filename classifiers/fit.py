@@ -53,16 +53,17 @@ def fit_confidence(
     starts: list[Tensor] | None = None,
     begin: list[Tensor] | None = None,
     spread: float = math.inf,
+    least: float = 1e-9,
 ) -> Predictor:
     """L-BFGS on all rows. `spread`: standard deviation of the Gaussian that holds each parameter to its start; `begin`: where the search
-    begins, if not there. Raises NotFinite."""
+    begins, if not there; `least`: it ends when a step changes the loss, or each parameter, by less. Raises NotFinite."""
     parameters = predictor.confidence() if parameters is None else parameters
     starts = starts or values_of(parameters)
     for parameter, value in zip(parameters, begin or starts, strict=True):
         parameter.data.copy_(value)
         parameter.requires_grad_(True)
     loss = Loss(predictor, rows, parameters, starts, spread)
-    ended = minimized(loss)
+    ended = minimized(loss, least)
     loss.set_parameters()  # the search need not end where it looked last
     for parameter in parameters:
         parameter.requires_grad_(False)
@@ -111,9 +112,11 @@ class Loss:
             parameter.grad = None
 
 
-def minimized(loss: Loss) -> bool:
+def minimized(loss: Loss, least: float) -> bool:
     """Whether the search came to an end."""
-    optimizer = torch.optim.LBFGS([loss.values], lr=1, max_iter=100, history_size=20, line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS(
+        [loss.values], lr=1, max_iter=100, tolerance_change=least, history_size=20, line_search_fn="strong_wolfe"
+    )
     try:
         with torch.enable_grad():
             optimizer.step(loss)

@@ -44,11 +44,12 @@ def not_measured_and_not_drawn(request):
         yield
 
 
-LONGEST = ("test_readme.py",)  # a minute in one test: begun last, it would end long after all others
+LONGEST = ["test_alone.py", "test_readme.py", "test_compare.py", "test_run.py"]  # begun last, one would end long after all others
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    """A file goes to one worker (--dist loadfile), which makes what its tests share; in this order (--no-loadscope-reorder)."""
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
 def pytest_collection_finish():

@@ -14,9 +14,10 @@ from layers import LAYERS
 from run.run import run
 from tests.run.test_alone_again import CASES
 
-# Layers and images: digits in seconds, 2 blocks and 4 epochs without the mixing, averaging and dropout that pay over 60.
+# Layers and images: digits in a second, 2 narrow blocks and 4 epochs without the mixing, averaging and dropout that pay over 60.
 CHEAP: dict[str, Any] = {"calibrate": "temperature", "baselines": False}
-PLAIN: dict[str, Any] = {**CHEAP, "num_epochs": 4, "num_layers": 2, "lr": 4e-3, "mixup_alpha": 0.0, "ema_decay": 0.0, "dropout": 0.0}
+PLAIN: dict[str, Any] = {**CHEAP, "num_epochs": 4, "num_layers": 2, "d_hidden": 32, "d_mlp": 64, "lr": 6e-3}
+PLAIN |= {"mixup_alpha": 0.0, "ema_decay": 0.0, "dropout": 0.0}
 ATTN, KNN, BOTH = {"head": "attn-knn"}, {"head": "knn"}, {"head": "linear+knn"}
 BRIEF = {**ATTN, "head_epochs": 0}
 CONV, SAMPLED = {"layer": "ConvNNAttention"}, {"layer": "ConvNNAttention", "sampling_type": "spatial", "num_samples": 4}
@@ -27,13 +28,13 @@ IMAGES: dict[str, list[dict[str, Any]]] = {
     "num_layers": [{"num_layers": 3}],
     "num_heads": [{"num_heads": 2}],
     "d_hidden": [{"d_hidden": 48}],
-    "d_mlp": [{"d_mlp": 64}],
+    "d_mlp": [{"d_mlp": 96}],
     "dropout": [{"dropout": 0.1}],
     "attention_dropout": [{"attention_dropout": 0.1}],
     "token_dropout": [{"token_dropout": 0.25}],
     "layer": [{"layer": name} for name in LAYERS],
     "K": [{**CONV, "K": 3}, {"layer": "KvtAttention", "K": 3}],
-    "convolution_type": [{**CONV, "convolution_type": name} for name in ("standard", "depthwise-separable")],
+    "convolution_type": [{**CONV, "convolution_type": "standard"}, {**CONV, "convolution_type": "depthwise-separable", "num_epochs": 6}],
     "softmax_topk_val": [{**CONV, "softmax_topk_val": False}],
     "sampling_type": [{**CONV, "sampling_type": name, "num_samples": 12} for name in ("random", "grid")],
     "num_samples": [SAMPLED],
@@ -149,7 +150,7 @@ def assert_good(option: str, results: dict[str, Any], least: float, most_nll: fl
 
 @pytest.mark.parametrize(("option", "case"), named(IMAGES))
 def test_alone_on_images(option: str, case: dict[str, Any], tmp_path: Path) -> None:
-    """The plain setting has 88 %, chance is 10 %. Over few neighbors a class token needs more epochs; crops of 8 x 8 pixels lose a lot."""
+    """The plain setting has 84 %, chance is 10 %. Over few neighbors a class token needs more epochs; crops of 8 x 8 pixels lose a lot."""
     least = 0.4 if case.get("sampling_type") == "spatial" or option in ("tta", "sparse_mode") else 0.65
     assert_good(option, run({**PLAIN, **case, "output_dir": str(tmp_path / "run")}, Action()), least, 1.2 if least > 0.5 else 2)
 
@@ -160,7 +161,7 @@ def test_alone_on_a_table(option: str, case: dict[str, Any], tmp_path: Path) -> 
     assert_good(option, run({"dataset": "wine", **CHEAP, **case, "output_dir": str(tmp_path / "run")}, Action()), 0.88, 0.5)
 
 
-HARD = {**CHEAP, "num_epochs": 5, "dropout": 0.3, "mixup_alpha": 0.3}  # the two that move a row farther than its class does
+HARD = {**CHEAP, "num_epochs": 5, "num_layers": 2, "dropout": 0.3, "mixup_alpha": 0.3}  # the two that move a row farther than its class does
 
 
 @pytest.mark.parametrize(
@@ -176,5 +177,5 @@ def test_the_older_form_collapses_and_says_so(tmp_path: Path, capsys: pytest.Cap
     """What the test above would find if features were not standardized, dropout did not grow, and the head had no epochs of its own."""
     older = {"standardize": False, "dropout_ramp": False, "head_epochs": 0}
     results = run({**HARD, **older, "head": "attn-knn", "output_dir": str(tmp_path / "run")}, Action())
-    assert results["test"]["accuracy"] < 0.7
+    assert results["test"]["accuracy"] < 0.75
     assert "collapse: rows of different classes have nearly the same embedding" in capsys.readouterr().err

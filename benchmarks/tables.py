@@ -54,6 +54,8 @@ def table(group: Group, lines: Sequence[Line]) -> str:
     how = (
         f"time over that of {lines[0].base}, median (quartiles) of {rounds} rounds" if rounds > 1 else f"time over that of {lines[0].base}"
     )
+    if apart := lines[0].facts.get("ns_between_cores"):
+        how += "; a line of memory took {1} ns ({0}-{2}) from one core to the other".format(*apart)
     missing = [f"Not measured: {'; '.join(f'{name} ({why})' for name, why in group.absent.items())}."] if group.absent else []
     return "\n".join([f"### {group.part}: {group.setting}", "", f"{how[0].upper()}{how[1:]}.", *missing, "", markdown(*cells_of(lines))])
 

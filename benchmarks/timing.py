@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from inputs.memory import give_back_memory
+from layers.compiled import native
 from utils import shortened
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -117,6 +118,7 @@ class Group:
     facts: dict[str, Any] = field(default_factory=dict)  # what a plot needs: tokens, rows, ...
     absent: dict[str, str] = field(default_factory=dict)  # rivals that can't be measured here, and why
     notes: dict[str, str] = field(default_factory=dict)  # of a side
+    apart: list[float] = field(default_factory=list)  # seconds from one core to another, after each round
     memory: bool = True
     short: bool = False  # calls of milliseconds, to which it matters what ran before
 
@@ -143,7 +145,9 @@ def measured(group: Group, clock: str) -> list[Line]:
     seconds = in_turn(group, clock)
     medians = {name: statistics.median(times[-1] for times in seconds[name]) for name in group.base if name in seconds}
     base = min(medians, key=lambda name: medians[name])
-    lines = []
+    lines, facts = [], dict(group.facts)
+    if group.apart:
+        facts["ns_between_cores"] = [round(1e9 * value) for value in Spread.of(group.apart)]
     for name, times in seconds.items():
         peak = peak_memory_mb(group, clock, group.sides[name]) if group.memory else None
         for n, phase in enumerate(group.phases[: len(times[0])]):
@@ -151,7 +155,7 @@ def measured(group: Group, clock: str) -> list[Line]:
             ratio = Spread.of([a / b for a, b in zip(own, other, strict=True)])
             note = group.notes.get(name, "")
             lines.append(
-                Line(group.part, group.setting, name, phase, base, ratio, Spread.of(own), len(own), peak, group.facts, note),
+                Line(group.part, group.setting, name, phase, base, ratio, Spread.of(own), len(own), peak, facts, note),
             )
     return lines
 
@@ -170,6 +174,8 @@ def in_turn(group: Group, clock: str) -> dict[str, list[tuple[float, ...]]]:
             if group.short:
                 lap_times(group, clock, group.sides[name])
             taken[name].append(lap_times(group, clock, group.sides[name]))
+        if clock == "wall" and group.device == CPU and (seconds := native.distance()):
+            group.apart.append(seconds)
     return taken
 
 

@@ -205,8 +205,8 @@ def held_out(
 ) -> Tensor:
     """Summed NLL of rows left out, with the confidence fitted to the others, for each spread.
 
-    `begins`: where the search of a spread begins, if not at the start; afterwards, where it ended. An epoch of the attention changes little,
-    so the next search is a short one.
+    `begins`: where the search of a spread begins, if not at the start; afterwards, where it ended. An epoch of the attention changes
+    little, so the next search is a short one.
     """
     rows, left_out = Scored.by(predictor, known, target), Scored.by(predictor, others, truth)
     parameters = predictor.confidence()

@@ -26,6 +26,9 @@ class Absent:
     def processor(self) -> str:
         return ""
 
+    def distance(self) -> None:
+        return None
+
 
 native: Any
 try:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
+import statistics
 import threading
 from pathlib import Path
 from typing import Any
@@ -84,6 +86,7 @@ def _load(path: Path) -> Any:
         function.argtypes, function.restype = [ctypes.POINTER(Call)], ctypes.c_int64
     pointers, sizes = 4 * (ctypes.c_void_p,), 3 * (ctypes.c_int64,)
     found.neighbors_dropped.argtypes, found.neighbors_dropped.restype = (*pointers, *sizes, ctypes.c_float, ctypes.c_int64), None
+    found.neighbors_distance.argtypes, found.neighbors_distance.restype = (ctypes.c_int64,), ctypes.c_double
     return found
 
 
@@ -253,6 +256,14 @@ def normalize(name: str, x: Tensor, epsilon: float, centered: bool, **parts: Ten
     there = {part: t if t.stride(-1) == 1 else t.contiguous() for part, t in {"x": x, **parts}.items() if t is not None}
     views = {part: View(t.data_ptr(), *t.stride()[:3]) if part in ("x", "grad") else t.data_ptr() for part, t in there.items()}
     getattr(library(), f"neighbors_{name}")(ctypes.byref(Norm(**sizes, **views)))
+
+
+def distance() -> float | None:
+    """Seconds that a line of memory takes from one core to another, if there is another: for who measures times."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if cores < 2 or torch.get_num_threads() < 2 or not available():  # on one core, two threads would wait for each other's turns
+        return None
+    return statistics.median(library().neighbors_distance(2000) for _ in range(5)) or None
 
 
 WRITTEN = frozenset(("out", "d_rows", "d_columns", "d_values", "d_matrix", "score", "kept", "chosen"))

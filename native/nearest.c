@@ -163,6 +163,7 @@ static void softmax_rows(const Call *c, int64_t g, int64_t first, int64_t last, 
 #include "matrix.h"
 #include "dropout.h"
 #include "norm.h"
+#include "distance.h"
 
 // ---------------------------------------------------------------- attention over lists: scores, softmax and sum of a row in one go
 

@@ -20,6 +20,7 @@ from benchmarks.plot import draw
 from benchmarks.tables import as_json, table
 from benchmarks.targets import LAYERS, Target, target_of
 from benchmarks.timing import CPU, Ask, Effort, Group, Line, Spread, Watch, measured
+from layers.compiled import native
 from main import main
 
 ASK = Ask(threads=1, clock="cpu", device=CPU, rounds=2)
@@ -117,6 +118,23 @@ def test_sides_take_turns_and_nobody_always_comes_after_the_same_one() -> None:
         assert not short or all(call % 2 == 0 for times in taken.values() for (call,) in times)  # the second is what counts
         once = order[::calls]
         assert all(len({before for before, name in itertools.pairwise(once) if name == one}) > 2 for one in names)
+
+
+def test_wall_clock_times_of_two_threads_tell_how_far_apart_their_cores_were() -> None:
+    def group() -> Group:
+        return Group("p", "s", ("x",), ("a",), {"a": lambda watch: (watch.lap(), watch.lap())[0]}, Effort(5, 60), facts={"tokens": 7})
+
+    torch.set_num_threads(2)
+    there = native.distance() is not None  # a compiler, and two cores
+    (told,), (of_cpu,) = measured(group(), "wall"), measured(group(), "cpu")
+    torch.set_num_threads(1)
+    (alone,) = measured(group(), "wall")
+    assert of_cpu.facts == alone.facts == {"tokens": 7}
+    assert ("ns_between_cores" in told.facts) == there
+    if there:
+        low, median, high = told.facts["ns_between_cores"]
+        assert 0 < low <= median <= high
+        assert f"; a line of memory took {median} ns ({low}-{high}) from one core to the other." in table(group(), [told])
 
 
 def test_rounds_end_with_the_time_but_not_before_there_are_three() -> None:

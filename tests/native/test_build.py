@@ -50,8 +50,8 @@ def test_another_source_compiler_or_processor_is_another_file(anew: Path, monkey
     with monkeypatch.context() as patch:
         patch.setattr(build, "version_of", lambda _: "cc 99")
         names.add(build.built().name)
-    for file in build.SOURCE.parent.glob("*.[ch]"):
-        (tmp_path / file.name).write_text("int in_place_of_all_of_it;\n")  # compiled in no time
+    for path in build.SOURCE.parent.glob("*.[ch]"):
+        (tmp_path / path.name).write_text("int in_place_of_all_of_it;\n")  # compiled in no time
     monkeypatch.setattr(build, "SOURCE", tmp_path / build.SOURCE.name)
     for file in ("nearest.c", "vectors.h", "select.h", "matrix.h", "norm.h", "dropout.h", "distance.h"):
         (tmp_path / file).write_text("int changed;\n")

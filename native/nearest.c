@@ -209,7 +209,7 @@ static float *packed(const float *matrix, int64_t rows, int64_t width) {
 }
 static int64_t room(const Call *c) {  // that selecting takes
   int64_t ld = whole(c->among ? c->A : c->M);
-  return ld * (c->D + R) + 2 * R * (ld + 32) + 3 * R * whole(few(c->K)) + 2 * whole(c->K);
+  return ld * (c->D + R) + 2 * R * (ld + 32) + 3 * R * of_lists(few(c->K)) + 2 * of_lists(c->K);
 }
 int64_t neighbors_nearest(const Call *c) { return shared(nearest_rows, c, c->N, R, room(c)); }
 int64_t neighbors_scan(const Call *c) { return shared(scan_rows, c, c->N, R, CHUNK * (c->D + R + 1)); }

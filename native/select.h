@@ -9,21 +9,25 @@ INLINE ivec ordered(ivec bits) {
   return (none & (INT32_MAX - 1)) | (~none & (bits ^ (bits >> 31 & 0x7FFFFFFF)));
 }
 
-// A key that at least K of the columns reach, and few others. Columns are dealt to whole(K) lanes; the K-th largest of the lanes' maxima
-// is reached by K lanes at least. `lane` has room for whole(K) keys.
+// Room for a short list, in whole vectors and in eights. Lists are compared by eights: for 16 numbers, processors have comparisons to a mask,
+// from which a compiler has to make numbers again; two of 8 numbers take less.
+INLINE int64_t of_lists(int64_t n) { return (whole(n) + 7) / 8 * 8; }
+
+// A key that at least K of the columns reach, and few others. Columns are dealt to of_lists(K) lanes; the K-th largest of the lanes' maxima
+// is reached by K lanes at least. `lane` has room for that many keys.
 static int32_t bound(const int32_t *key, int64_t ld, int64_t K, int32_t *lane) {
-  int64_t count = whole(K);
+  int64_t count = of_lists(K);
   for (int64_t l = 0; l < count; l += W) {
     ivec top = keys_at(key + l);
     for (int64_t j = l + count; j < ld; j += count) top = larger(top, keys_at(key + j));
     *(ivec_at *)(lane + l) = top;
   }
-  ivec reached = (ivec){0} + INT32_MIN;
-  for (int64_t l = 0; l < count; l += W) {
-    ivec x = keys_at(lane + l), as_large = {0};
-    for (int64_t j = 0; j < count; j++) as_large -= lane[j] >= x;  // true is -1
-    ivec enough = as_large >= (int32_t)K;
-    reached = larger(reached, (enough & x) | (~enough & INT32_MIN));
+  eight reached = (eight){0} + INT32_MIN;
+  for (int64_t l = 0; l < count; l += 8) {
+    eight x = *(const eight *)(lane + l), smaller = {0};
+    for (int64_t j = 0; j < count; j++) smaller -= x > lane[j];  // true is -1
+    eight too_many = smaller > (int32_t)(count - K);
+    reached = larger_of_eight(reached, (~too_many & x) | (too_many & INT32_MIN));
   }
   return largest(reached);
 }
@@ -36,22 +40,22 @@ __attribute__((constructor)) static void list_places(void) {
       if (byte >> bit & 1) places[byte][count++] = bit;
 }
 
-// Columns whose key is at least `least_key`, in their order, filled up to whole vectors with `ld`, where no column is; how many columns.
+// Columns whose key is at least `least_key`, in their order, filled up to of_lists(count) with `ld`, where no column is; how many columns.
 // No branch hangs on a key, not even on whether any of 32 is large enough: one in six would be guessed wrong, which takes longer than a list
 // of none.
 static int64_t reaching(const int32_t *key, int64_t ld, int32_t least_key, int32_t *column) {
   int64_t count = 0;
   for (int64_t j = 0; j < ld; j += 32) {
-    ivec found = {0};  // a bit for each of 32 columns
-    for (int64_t i = 0; i < 32 && j + i < ld; i += W) found |= (keys_at(key + j + i) >= least_key) & (1 << (lanes() + (int32_t)i));
-    uint32_t bits = any_bit(found);
+    eight found = {0}, bit = {1, 2, 4, 8, 16, 32, 64, 128};  // a bit for each of 32 columns; from ld on, no key is large enough
+    for (int i = 0; i < 32; i += 8) found |= ~(least_key > *(const eight *)(key + j + i)) & bit << i;
+    uint32_t bits = any_bit_of_eight(found);
     for (int i = 0; i < 4; i++) {
       uint32_t byte = bits >> 8 * i & 255;
       *(eight *)(column + count) = *(const eight *)places[byte] + (int32_t)(j + 8 * i);
       count += __builtin_popcount(byte);
     }
   }
-  *(ivec_at *)(column + count) = (ivec){0} + (int32_t)ld;
+  for (int64_t i = 0; i < of_lists(1); i += 8) *(eight *)(column + count + i) = (eight){0} + (int32_t)ld;
   return count;
 }
 
@@ -59,7 +63,7 @@ INLINE int64_t few(int64_t K) { return 2 * K + 4 * W; }  // columns of which eac
 
 // Keys of `count` columns side by side, if they are few.
 static void collect(const int32_t *key, const int32_t *column, int64_t count, int64_t K, int32_t *x) {
-  for (int64_t i = 0; i < whole(count) && count <= few(K); i++) x[i] = key[column[i]];
+  for (int64_t i = 0; i < of_lists(count) && count <= few(K); i++) x[i] = key[column[i]];
 }
 
 // The K best of `count` columns, best first and equals in their order: `best` and its keys. `x` has what was collected.
@@ -75,11 +79,14 @@ static void rank(const int32_t *key, const int32_t *column, int64_t count, int64
     }
     return;
   }
-  int64_t all = whole(count);
-  for (int64_t i = 0; i < all; i += W) {  // the place of each: how many are larger, or equal and before it
-    ivec y = keys_at(x + i), me = lanes() + (int32_t)i, place = {0};
-    for (int64_t j = 0; j < all; j++) place -= x[j] - ((int32_t)j < me) > y;  // true is -1: an equal one that is before is larger by 1
-    for (int64_t l = 0; l < W; l++) best[place[l]] = column[i + l], best_key[place[l]] = x[i + l];
+  int64_t all = of_lists(count);
+  eight me = {0, 1, 2, 3, 4, 5, 6, 7};
+  for (int64_t i = 0; i < all; i += 8) {  // the place of each: how many are larger, or equal and before it. True is -1
+    eight y = *(const eight *)(x + i), place = (eight){0} + (int32_t)i;
+    for (int64_t j = 0; j < i; j++) place += y > x[j];
+    _Pragma("GCC unroll 8") for (int j = 0; j < 8; j++) place -= x[i + j] - (j < me) > y;  // an equal one that is before is larger by 1
+    for (int64_t j = i + 8; j < all; j++) place -= x[j] > y;
+    for (int64_t l = 0; l < 8; l++) best[place[l]] = column[i + l], best_key[place[l]] = x[i + l];
   }
 }
 
@@ -119,10 +126,10 @@ static int completed(const Call *c, int64_t g, int64_t n, const float *s, int32_
 // waits for what it has just computed, the processor is at work on others.
 static int nearest_rows(const Call *c, int64_t g, int64_t first, int64_t last, float *scratch) {
   int64_t M = c->among ? c->A : c->M, itself = c->among != NULL, D = c->D, K = c->K - itself - c->S, ld = whole(M), wide = ld + 32;
-  int64_t most = whole(few(K));
+  int64_t most = of_lists(few(K));
   float *panel = scratch, *s = panel + ld * D;
   int32_t *key = (int32_t *)(s + R * ld), *column = key + R * wide, *x = column + R * wide, *best = x + R * most, *best_key = best + R * most;
-  int32_t *lane = best_key + R * most, *before = lane + whole(K), least_key[R];
+  int32_t *lane = best_key + R * most, *before = lane + of_lists(K), least_key[R];
   int64_t count[R];
   const float *rows = group(c->rows, c, g), *at[R];
   pack(panel, group(c->columns, c, g), c->columns.row, c->among, M, D);

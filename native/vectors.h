@@ -16,7 +16,7 @@ typedef int32_t ivec __attribute__((vector_size(4 * W)));
 typedef uint32_t uvec __attribute__((vector_size(4 * W)));
 typedef float vec_at __attribute__((vector_size(4 * W), aligned(4), may_alias));  // at any address
 typedef int32_t ivec_at __attribute__((vector_size(4 * W), aligned(4), may_alias));
-typedef int32_t eight __attribute__((vector_size(32), aligned(4), may_alias));
+typedef int32_t eight __attribute__((vector_size(32), aligned(4), may_alias));  // for lists: see `of_lists`
 #define INLINE static inline __attribute__((always_inline))
 
 INLINE vec load(const float *p) { return *(const vec_at *)p; }
@@ -39,9 +39,9 @@ INLINE ivec lanes(void) {
 
 // Half of the work each time: lane l meets lane l ^ step.
 #define FOLD(x, operation)                                   \
-  _Pragma("GCC unroll 4") for (int step = W / 2; step; step /= 2) { \
+  _Pragma("GCC unroll 4") for (int step = sizeof(x) / 8; step; step /= 2) { \
     __typeof__(x) other;                                     \
-    _Pragma("GCC unroll 16") for (int l = 0; l < W; l++) other[l] = x[l ^ step]; \
+    _Pragma("GCC unroll 16") for (int l = 0; l < (int)sizeof(x) / 4; l++) other[l] = x[l ^ step]; \
     x = operation;                                           \
   }
 INLINE float sum(vec x) {
@@ -57,11 +57,19 @@ INLINE float greatest(vec x) {
   FOLD(x, greater(x, other))
   return x[0];
 }
-INLINE int32_t largest(ivec x) {
-  FOLD(x, larger(x, other))
+INLINE eight larger_of_eight(eight x, eight y) {
+  eight first = x > y;
+  return (first & x) | (~first & y);
+}
+INLINE int32_t largest(eight x) {
+  FOLD(x, larger_of_eight(x, other))
   return x[0];
 }
 INLINE uint32_t any_bit(ivec x) {
+  FOLD(x, (x | other))
+  return (uint32_t)x[0];
+}
+INLINE uint32_t any_bit_of_eight(eight x) {
   FOLD(x, (x | other))
   return (uint32_t)x[0];
 }

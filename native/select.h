@@ -150,13 +150,15 @@ static int nearest_rows(const Call *c, int64_t g, int64_t first, int64_t last, f
       rank(key + r * wide, column + r * wide, count[r], K, x + r * most, best + r * most, best_key + r * most);
     }
     for (int64_t r = 0; r < here; r++) {
-      int64_t to = (g * c->N + n + r) * c->K + itself;
+      int64_t to = (g * c->N + n + r) * c->K + itself, *list = c->chosen + to;
+      float *score = c->score + to;
       for (int64_t i = 0; i < K; i++) {
-        int32_t column_of = best[r * most + i], bits = best_key[r * most + i];
+        int32_t bits = best_key[r * most + i];
         bits ^= bits >> 31 & 0x7FFFFFFF;
-        __builtin_memcpy(c->score + to + i, &bits, 4);
-        c->chosen[to + i] = c->among ? c->among[column_of] : column_of;
+        __builtin_memcpy(score + i, &bits, 4);
+        list[i] = best[r * most + i];
       }
+      for (int64_t i = 0; c->among && i < K; i++) list[i] = c->among[list[i]];
       if ((c->among || c->S) && completed(c, g, n + r, c->among ? NULL : s + r * ld, before)) return 1;
     }
   }

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from classifiers import Bank
+from classifiers import Bank, calibration
 from classifiers.fit import Loss, Scored, fit_confidence, values_of
 from classifiers.neighbor_heads import LinearAttnKnnHead
 from classifiers.predictors import Interpolation
@@ -95,6 +95,41 @@ def test_a_fit_ends_where_torch_ends_without_help(fitting: Fitting) -> None:
     for found, wanted in zip(predictor.confidence(), parameters, strict=True):
         assert torch.equal(found, wanted)
         assert (found.requires_grad, found.grad) == (False, None)
+
+
+def test_searches_that_only_choose_are_short_and_find_the_losses_of_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows left out, for each spread; and from where the last search ended, in a few looks."""
+    torch.manual_seed(0)
+    head = LinearAttnKnnHead(D, C, embed_dim=0, k_train=K, attention_heads=1)
+    bank = Bank(D)
+    bank.add(*clusters(97, 0))
+    head.eval().refresh(bank)
+    features, target = clusters(N, 1)
+    with torch.no_grad():
+        retrieved = head.retrieve(features)
+    predictor: Any = head.as_predictor(C).requires_grad_(False)
+    looks, look = [], Loss.__call__
+
+    def counted(self: Loss) -> Tensor:
+        looks.append(1)
+        return look(self)
+
+    monkeypatch.setattr(Loss, "__call__", counted)
+    inside, outside = torch.arange(N) % 3 > 0, torch.arange(N) % 3 == 0
+    part = retrieved.subset(inside), target[inside], retrieved.subset(outside), target[outside]
+    starts, found, taken = values_of(predictor.confidence()), [], []
+    begins: dict[float, list[Tensor]] = {}
+    for least, where in ((1e-9, {}), (calibration.ROUGHLY, begins), (calibration.ROUGHLY, begins)):
+        monkeypatch.setattr(calibration, "ROUGHLY", least)
+        looks.clear()
+        found.append(calibration.held_out(predictor, starts, *part, calibration.SPREADS, where) / outside.sum())
+        taken.append(len(looks))
+    exact, rough, again = found
+    assert (rough - exact).abs().max() < 1e-3
+    assert (again - exact).abs().max() < 1e-3
+    assert exact.max() - exact.min() > 1e-2  # there is something to choose
+    assert taken[0] > taken[1] > 2 * taken[2]
+    assert all(torch.equal(now, before) for now, before in zip(predictor.confidence(), starts, strict=True))
 
 
 def test_nearness_by_hand() -> None:

@@ -15,16 +15,17 @@ from classifiers import Bank, calibration
 from classifiers.fit import Loss, Scored, fit_confidence, values_of
 from classifiers.neighbor_heads import LinearAttnKnnHead
 from classifiers.predictors import Interpolation
-from classifiers.retrieved import Context
+from classifiers.retrieved import Context, Retrieved
 from tests.classifiers.test_calibration import C, D, K, clusters
 
 N, SPREAD = 211, 0.7
+Found = tuple[Interpolation, Retrieved, Tensor]
 Fitting = tuple[Interpolation, Scored]
 
 
 @pytest.fixture
-def fitting() -> Fitting:
-    """A linear head and a vote with a prior, each a little away from where it starts; the first row has no neighbor."""
+def found_rows() -> Found:
+    """A linear head and a vote with a prior; rows with their neighbors, and their classes."""
     torch.manual_seed(0)
     head = LinearAttnKnnHead(D, C, embed_dim=0, k_train=K, attention_heads=1)
     bank = Bank(D)
@@ -33,9 +34,16 @@ def fitting() -> Fitting:
     features, target = clusters(N, 1)
     with torch.no_grad():
         retrieved = head.retrieve(features)
-        retrieved.index[0] = -1
-        predictor: Any = copy.deepcopy(head.as_predictor(C)).requires_grad_(False)
-        return predictor, Scored.by(predictor, retrieved, target)
+    predictor: Any = head.as_predictor(C)
+    return predictor.requires_grad_(False), retrieved, target
+
+
+@pytest.fixture
+def fitting(found_rows: Found) -> Fitting:
+    """The first row has no neighbor."""
+    predictor, retrieved, target = found_rows
+    retrieved.index[0] = -1
+    return predictor, Scored.by(predictor, retrieved, target)
 
 
 def moved(predictor: Interpolation) -> list[Tensor]:
@@ -97,17 +105,9 @@ def test_a_fit_ends_where_torch_ends_without_help(fitting: Fitting) -> None:
         assert (found.requires_grad, found.grad) == (False, None)
 
 
-def test_searches_that_only_choose_are_short_and_find_the_losses_of_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_searches_that_only_choose_are_short_and_find_the_losses_of_long_ones(found_rows: Found, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of rows left out, for each spread; and from where the last search ended, in a few looks."""
-    torch.manual_seed(0)
-    head = LinearAttnKnnHead(D, C, embed_dim=0, k_train=K, attention_heads=1)
-    bank = Bank(D)
-    bank.add(*clusters(97, 0))
-    head.eval().refresh(bank)
-    features, target = clusters(N, 1)
-    with torch.no_grad():
-        retrieved = head.retrieve(features)
-    predictor: Any = head.as_predictor(C).requires_grad_(False)
+    predictor, retrieved, target = found_rows
     looks, look = [], Loss.__call__
 
     def counted(self: Loss) -> Tensor:

@@ -176,7 +176,7 @@ def test_a_head_over_neighbors_trains_alone(head: str, embed_dim: int, tmp_path:
 
 def test_the_older_form_collapses_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What the test above would find if features were not standardized, dropout did not grow, and the head had no epochs of its own."""
-    older = {"standardize": False, "dropout_ramp": False, "head_epochs": 0}
+    older = {"standardize": False, "dropout_ramp": False, "head_epochs": 0, "num_layers": 4}
     results = run({**HARD, **older, "head": "attn-knn", "output_dir": str(tmp_path / "run")}, Action())
-    assert results["test"]["accuracy"] < 0.75
+    assert results["test"]["accuracy"] < 0.7
     assert "collapse: rows of different classes have nearly the same embedding" in capsys.readouterr().err

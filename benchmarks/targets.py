@@ -60,7 +60,7 @@ def _of_loop(line: Line, facts: dict[str, Any]) -> Target | None:
 
 
 def _of_bank(line: Line, facts: dict[str, Any]) -> Target | None:
-    wanted = line.name == "Bank.search" and facts.get("rows") == 50_000 and facts.get("dim") in BANK
+    wanted = line.name == "Bank.search" and facts.get("rows", 0) >= 50_000 and facts.get("dim") in BANK
     return Target(BANK[facts["dim"]]) if wanted else None
 
 

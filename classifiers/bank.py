@@ -12,6 +12,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from classifiers.approximate import MEASURED, RECALL, Proposer, check_kind, most_flat, recipe
+from classifiers.first_look import FirstLook
 from classifiers.index import (
     BLOCK,
     MISSING,
@@ -33,19 +35,17 @@ from classifiers.index import (
     integers,
     kept,
     rank,
-    scan,
-    scan_in_float64,
     slots_of,
     some_of,
     squared_lengths,
 )
+from classifiers.scan import Look, least_distance, prove, scan, scan_in_float64
 from utils import BadOption, one_of, say
 
 EVICTIONS = ("fifo", "class-balanced")
 PACKED = ("dim", "kind", "recall", "cap", "evict", "_next_id", "_next_birth")  # beside the rows
 SLACK = 4  # rows proposed beyond those asked for
-FEW = 8  # one of so many
-PROPOSALS = 1 << 22  # of one FAISS call, at most: 48 MB
+TRIED = 256  # rows that a look is tried with
 
 
 _banks: weakref.WeakSet[Bank] = weakref.WeakSet()
@@ -95,6 +95,7 @@ class Bank:
         """Everything that is made of the rows."""
         self._lengths: Tensor | None = None  # squared
         self._proposer: Proposer | None = None
+        self._first_look = FirstLook()
         self._sorted: tuple[Tensor, Tensor] | None = None
 
     def __len__(self) -> int:
@@ -102,10 +103,10 @@ class Bank:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies, of a head or of a bank that will grow, and other processes: neither lock nor index, which is built anew."""
-        return {k: v for k, v in vars(self).items() if k not in ("_lock", "_proposer")}
+        return {k: v for k, v in vars(self).items() if k not in ("_lock", "_proposer", "_first_look")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lock=threading.RLock(), _proposer=None)
+        vars(self).update(state, _lock=threading.RLock(), _proposer=None, _first_look=FirstLook())
         _banks.add(self)
 
     @property
@@ -182,7 +183,7 @@ class Bank:
                 room = max(self._size, min(2 * len(part), self.cap or 2 * len(part)))  # doubled, so that growing stays linear
                 setattr(self, name, torch.cat([part, part.new_empty(room - len(part), *part.shape[1:])]))
         self._rows[slots], self._labels[slots], self._ids[slots], self._births[slots] = rows, labels, ids, births
-        self._sorted = None
+        self._sorted, self._first_look = None, FirstLook()
         if self._lengths is not None:
             self._lengths[slots] = squared_lengths(rows)
         if self._proposer is not None:
@@ -247,32 +248,30 @@ class Bank:
             self._proposer = Proposer(text, self.embeddings)
 
     def _exact(self, rows: Tensor, squared: Tensor, k: int, banned: Tensor) -> tuple[Tensor, Tensor]:
-        inner, lengths = self.kind == "ip", self._row_lengths()
         slots, distance = torch.empty(len(rows), k, dtype=torch.long), torch.empty(len(rows), k)
-        first = min(self._size, k + banned.shape[1] + SLACK)
-        work = [(torch.arange(len(rows)), first, ROUNDING)]
-        while work:
-            todo, count, rounding = work.pop()
-            if len(todo) * count > PROPOSALS and len(todo) > 1:
-                work += [(half, count, rounding) for half in todo.chunk(2)]
-                continue
-            score, found = self._scanned(some_of(rows, todo), count, rounding)
+
+        def ranking(todo: Tensor, found: Tensor) -> Tensor:
             slots[todo], distance[todo], last = self._ranked(some_of(rows, todo), found, k, some_of(banned, todo))
-            if count == self._size or not len(todo):
-                continue
-            # The scan gave every other row a score no better than its last one; this is the least that their distance can be.
-            worst, length = score[:, -1].double(), squared[todo].double()
-            if inner:  # rounding is below that of |q| |x|; `last` is in float64
-                bound = -worst - (self.dim + 8) * (rounding + ROUNDING_64) * (length * lengths.max()).sqrt() - 1e-30
-            else:  # rounding is below C (|q|^2 + |x|^2), and |x|^2 is at most 2 |q|^2 + 2 |q - x|^2; `last` is in float32
-                unit, of_last = (2 * self.dim + 16) * rounding, (2 * self.dim + 16) * ROUNDING
-                bound = (worst - 3 * unit * length - 1e-30) / (1 + 2 * unit + of_last)
-            undecided = todo[~(last < bound)]
-            if len(undecided):
-                # A few, that have many rows about as near, are soon looked at once more; where it is many, float32 is too coarse.
-                few = count == first and rounding == ROUNDING and FEW * len(undecided) <= len(todo)
-                work.append((undecided, min(self._size, 4 * count), ROUNDING if few else ROUNDING_64))
+            return last
+
+        count = min(self._size, k + banned.shape[1] + SLACK)
+        looks: list[tuple[Look, int]] = [(partial(self._look, ROUNDING), 1), (partial(self._look, ROUNDING_64), 4)]
+        faster = self._first_look.of(self.embeddings, self.kind == "ip", len(rows), count, partial(self._decided, k))
+        left = prove(rows, squared, count, self._size, [(faster, faster.times), *looks] if faster else looks, ranking)
+        if faster and 2 * left > len(rows):  # these queries are not like the rows
+            self._first_look.drop()
         return slots, distance
+
+    def _decided(self, k: int, look: Look, count: int) -> float:
+        """For how many of some rows of the bank, themselves left out, a look is enough."""
+        slots = torch.from_numpy(np.random.default_rng(0).choice(self._size, min(TRIED, self._size), replace=False))
+        rows, own = self._rows[slots], self._firsts(self._ids[slots])[:, None]
+        found, beyond = look(rows, squared_lengths(rows), count)
+        return (self._ranked(rows, found, k, own)[2] < beyond).double().mean().item()
+
+    def _look(self, rounding: float, queries: Tensor, squared: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        score, slots = self._scanned(queries, count, rounding)
+        return slots, least_distance(score[:, -1], squared, self._row_lengths().max(), self.dim, rounding, self.kind == "ip")
 
     def _row_lengths(self) -> Tensor:
         if self._lengths is None:

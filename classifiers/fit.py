@@ -114,9 +114,7 @@ class Loss:
 
 def minimized(loss: Loss, least: float) -> bool:
     """Whether the search came to an end."""
-    optimizer = torch.optim.LBFGS(
-        [loss.values], lr=1, max_iter=100, tolerance_change=least, history_size=20, line_search_fn="strong_wolfe"
-    )
+    optimizer = torch.optim.LBFGS([loss.values], lr=1, max_iter=100, tolerance_change=least, history_size=20, line_search_fn="strong_wolfe")
     try:
         with torch.enable_grad():
             optimizer.step(loss)

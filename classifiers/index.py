@@ -1,4 +1,4 @@
-"""What the bank is made of: its answers, looking at every row, exact ranking, and who leaves a full bank."""
+"""What the bank is made of: its answers, exact ranking, and who leaves a full bank."""
 
 from __future__ import annotations
 
@@ -12,13 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from classifiers.faiss_library import load_faiss, pointers
-from layers.compiled import native
 from utils import BadOption
 
 MISSING = -1  # index of a neighbor that does not exist
-FEW_QUERIES = 4  # for each thread: for fewer, laying out the rows as the C code reads them takes longer than FAISS's search
 BLOCK = 1 << 18  # numbers in a temporary of the ranking: they stay in the cache
-SCORES = 1 << 21  # numbers in a temporary of a scan in float64: 16 MB
 ROUNDING, ROUNDING_64 = 2.0**-24, 2.0**-53  # of float32 and float64
 
 
@@ -179,40 +176,3 @@ def kept(labels: Tensor, births: Tensor, cap: int, evict: str) -> Tensor:
     stays = torch.zeros(len(labels), dtype=torch.bool)
     stays[newest[:cap]] = True
     return stays
-
-
-# ---------------------------------------------------------------- looking at every row
-
-
-def scan(queries: Tensor, rows: Tensor, lengths: Tensor, count: int, inner: bool) -> tuple[Tensor, Tensor]:
-    """Scores, inner products or squared distances, and slots (B, count) of the nearest rows, by looking at every row in float32.
-
-    In C (native/nearest.c) where that is faster, else by FAISS. Either way a product of two rows is a sum of `dim` rounded terms, and what
-    is made of it is rounded once or twice more; `Bank._exact` counts on no more.
-    """
-    faiss = load_faiss()  # first: it makes what runs on several threads safe to fork
-    if count <= native.MOST_KEPT and len(queries) >= FEW_QUERIES * torch.get_num_threads() and native.takes(queries, rows):
-        product, slots = native.scan(queries, rows, None if inner else lengths / -2, count)  # q x - |x|^2 / 2
-        return (product if inner else squared_lengths(queries).double()[:, None] - 2 * product.double()), slots
-    if inner:
-        score, nearest = faiss.knn(queries.numpy(), rows.numpy(), count, faiss.METRIC_INNER_PRODUCT)
-        return torch.from_numpy(score), torch.from_numpy(nearest)
-    # Not `faiss.knn`: that computes the squared lengths of all rows in each call.
-    found = torch.empty(len(queries), count), torch.empty(len(queries), count, dtype=torch.long)
-    x, y, known, score, nearest = pointers(queries, rows, lengths, *found)
-    faiss.knn_L2sqr(x, y, rows.shape[1], len(queries), len(rows), count, score, nearest, known, None)
-    return found
-
-
-def scan_in_float64(queries: Tensor, rows: Tensor, count: int, inner: bool) -> tuple[Tensor, Tensor]:
-    """What `scan` gives, with the rounding of float64. It takes several times as long."""
-    found = []
-    for at in blocks(len(queries), SCORES // len(rows)):
-        some = queries[at].double()
-        scores = torch.empty(len(some), len(rows), dtype=torch.float64)  # (b, N)
-        for part in blocks(len(rows), SCORES // rows.shape[1]):
-            few = rows[part].double()
-            products = some @ few.T
-            scores[:, part] = products if inner else some.square().sum(1, keepdim=True) + few.square().sum(1) - 2 * products
-        found.append(scores.topk(count, 1, largest=inner))
-    return torch.cat([score for score, _ in found]), torch.cat([slots for _, slots in found])

@@ -86,6 +86,7 @@ def _load(path: Path) -> Any:
         function.argtypes, function.restype = [ctypes.POINTER(Call)], ctypes.c_int64
     pointers, sizes = 4 * (ctypes.c_void_p,), 3 * (ctypes.c_int64,)
     found.neighbors_dropped.argtypes, found.neighbors_dropped.restype = (*pointers, *sizes, ctypes.c_float, ctypes.c_int64), None
+    found.neighbors_keep.argtypes, found.neighbors_keep.restype = (*pointers[1:], *5 * (ctypes.c_int64,)), ctypes.c_int64
     found.neighbors_distance.argtypes, found.neighbors_distance.restype = (ctypes.c_int64,), ctypes.c_double
     return found
 
@@ -122,6 +123,20 @@ def scan(queries: Tensor, rows: Tensor, more: Tensor | None, K: int) -> tuple[Te
     score, index = queries.new_empty(1, 1, len(queries), K), queries.new_empty((1, 1, len(queries), K), dtype=torch.int64)
     call("scan", rows=queries[None, None], columns=rows[None, None], K=K, score=score, chosen=index, factor=more)
     return score[0, 0], index[0, 0]
+
+
+def keep(scores: Tensor, first: int, best: Tensor, chosen: Tensor) -> None:
+    """Into lists that stand, best and chosen (Q, K): scores (Q, M) in bfloat16 of the columns from `first` on. In an empty list
+    all are minus infinity and -1."""
+    given = (("scores", scores, torch.bfloat16), ("best", best, torch.float32), ("chosen", chosen, torch.int64))
+    for name, part, kind in given:
+        if part.dtype != kind or part.dim() != 2 or not part.is_contiguous() or not part.numel() or len(part) != len(scores):
+            raise ValueError(f"keep: {name} must be {kind}, {len(scores)} rows side by side, got {part.dtype} {tuple(part.shape)}")
+    if best.shape != chosen.shape:
+        raise ValueError(f"keep: best and chosen must be of one shape, got {tuple(best.shape)} and {tuple(chosen.shape)}")
+    sizes = (*scores.shape, first, best.shape[1], torch.get_num_threads())
+    if not library().neighbors_keep(*(part.data_ptr() for _, part, _ in given), *sizes):
+        raise MemoryError("keep: there is no memory")
 
 
 def others(index: Tensor, places: Tensor) -> Tensor:

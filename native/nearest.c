@@ -213,6 +213,17 @@ static int64_t room(const Call *c) {  // that selecting takes
 }
 int64_t neighbors_nearest(const Call *c) { return shared(nearest_rows, c, c->N, R, room(c)); }
 int64_t neighbors_scan(const Call *c) { return shared(scan_rows, c, c->N, R, CHUNK * (c->D + R + 1)); }
+// Into lists of K that stand, of N rows: scores with M more columns, from column b on (see keep_scores). 0 where there is no memory.
+int64_t neighbors_keep(const uint16_t *halves, float *score, int64_t *chosen, int64_t N, int64_t M, int64_t b, int64_t K, int64_t threads) {
+  int64_t room = 2 * whole(M) + of_lists(K);
+  float *s = malloc(threads * room * sizeof(float));
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t t = 0; t < (s ? threads : 0); t++)
+    for (int64_t n = N * t / threads; n < N * (t + 1) / threads; n++)
+      keep_scores(halves + n * M, b, M, K, s + t * room, score + n * K, chosen + n * K);
+  free(s);
+  return s != NULL;
+}
 int64_t neighbors_others(const Call *c) { return shared(other_rows, c, c->N, 1, whole(c->K)); }
 int64_t neighbors_bag(const Call *c) { return shared(bag_rows, c, c->N, 1, 0); }
 int64_t neighbors_pair_dot(const Call *c) { return shared(dot_rows, c, c->N, 1, 0); }

@@ -175,11 +175,11 @@ INLINE void keep(const float *s, const float *more, int64_t b, int64_t ld, int64
   for (int64_t j = 0; j < ld; j += 32) {
     ivec found = {0};
     for (int64_t i = j; i < j + 32 && i < ld; i += W) {
-      found |= (load(s + i) + load(more + i) > score[K - 1]) & (1 << (lanes() + (int32_t)(i - j)));
+      found |= ((more ? load(s + i) + load(more + i) : load(s + i)) > score[K - 1]) & (1 << (lanes() + (int32_t)(i - j)));
     }
     for (uint32_t bits = any_bit(found); bits; bits &= bits - 1) {
       int64_t i = j + __builtin_ctz(bits), p = K - 1;
-      float x = s[i] + more[i];
+      float x = more ? s[i] + more[i] : s[i];
       if (!(x > score[p])) continue;  // by now the list is better
       for (; p && score[p - 1] < x; p--) score[p] = score[p - 1], chosen[p] = chosen[p - 1];
       score[p] = x, chosen[p] = b + i;
@@ -205,6 +205,26 @@ static int scan_rows(const Call *c, int64_t g, int64_t first, int64_t last, floa
     }
   }
   return 0;
+}
+
+// Scores of a row with M columns, from column b on, that are there already, in bfloat16 (the upper halves of floats), into a list of K that
+// stands. `s` has room for as many numbers and keys, in whole(M), and for of_lists(K) more.
+static void keep_scores(const uint16_t *halves, int64_t b, int64_t M, int64_t K, float *s, float *score, int64_t *chosen) {
+  int64_t ld = whole(M);
+  int32_t *key = (int32_t *)(s + ld);
+  for (int64_t j = 0; j < ld; j++) {
+    uint32_t bits = j < M ? (uint32_t)halves[j] << 16 : 0xFF800000;  // minus infinity
+    __builtin_memcpy(s + j, &bits, 4);
+  }
+  if (chosen[0] < 0 && M >= 4 * of_lists(K)) {  // an empty list would take most columns at first: it begins with what K of these reach
+    for (int64_t j = 0; j < ld; j += W) *(ivec_at *)(key + j) = ordered((ivec)load(s + j));
+    int32_t reached = bound(key, ld, K, key + ld);
+    if (reached > (int32_t)0x807FFFFF && reached <= 0x7F800000) {  // neither minus infinity nor no number
+      int32_t less = reached - 1, bits = less ^ (less >> 31 & 0x7FFFFFFF);
+      for (int64_t r = 0; r < K; r++) __builtin_memcpy(score + r, &bits, 4);
+    }
+  }
+  keep(s, NULL, b, ld, K, score, chosen);
 }
 
 static int other_rows(const Call *c, int64_t g, int64_t first, int64_t last, float *scratch) {

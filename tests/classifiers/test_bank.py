@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 
 import classifiers.bank
-import classifiers.index
+import classifiers.scan
 import native
 from classifiers.bank import Bank
-from classifiers.index import MISSING, scan_in_float64
+from classifiers.index import MISSING
+from classifiers.scan import scan_in_float64
 from tests.classifiers.reference import assert_exact, brute_force, filled, rewritten
 
 # ---------------------------------------------------------------- exactness
@@ -44,10 +45,10 @@ def test_random_cases_with_duplicates_ties_and_foreign_ids(kind, seed):
 
 
 @pytest.mark.parametrize("kind", ["flat", "ip"])
-@pytest.mark.parametrize("proposals", [classifiers.bank.PROPOSALS, 100])
+@pytest.mark.parametrize("proposals", [classifiers.scan.PROPOSALS, 100])
 def test_all_rows_equal(kind, proposals, monkeypatch):
     """All of them must be looked at, a few queries at a time."""
-    monkeypatch.setattr(classifiers.bank, "PROPOSALS", proposals)
+    monkeypatch.setattr(classifiers.scan, "PROPOSALS", proposals)
     bank = Bank(5, kind=kind)
     ids = torch.randperm(307)
     bank.add(torch.full((307, 5), 0.1), torch.zeros(307, dtype=torch.long), ids)
@@ -122,7 +123,7 @@ def test_one_scan_is_enough_for_unit_rows(kind, monkeypatch):
 
     def counted_again(queries, rows, count, inner):
         again.append(len(queries))
-        return classifiers.index.scan_in_float64(queries, rows, count, inner)
+        return classifiers.scan.scan_in_float64(queries, rows, count, inner)
 
     monkeypatch.setattr(classifiers.bank, "scan", counted)
     monkeypatch.setattr(classifiers.bank, "scan_in_float64", counted_again)
@@ -142,7 +143,7 @@ def test_unit_rows_that_are_nearly_one(kind, spread, monkeypatch):
 
     def counted(queries, rows, count, inner):
         again.append(count)
-        return classifiers.index.scan_in_float64(queries, rows, count, inner)
+        return classifiers.scan.scan_in_float64(queries, rows, count, inner)
 
     monkeypatch.setattr(classifiers.bank, "scan_in_float64", counted)
     generator = torch.Generator().manual_seed(7)
@@ -179,7 +180,7 @@ def test_few_queries_with_many_rows_as_near_are_scanned_once_more_in_float32(mon
 @pytest.mark.parametrize("inner", [True, False])
 def test_a_scan_in_float64(inner, monkeypatch):
     """In blocks of queries and of rows. Far from the origin the distances are right to the rounding of float64."""
-    monkeypatch.setattr(classifiers.index, "SCORES", 500)  # 4 queries, 71 rows
+    monkeypatch.setattr(classifiers.scan, "SCORES", 500)  # 4 queries, 71 rows
     generator = torch.Generator().manual_seed(8)
     rows, queries = (torch.randn(count, 7, generator=generator) + 1000 for count in (101, 11))
     score, slots = scan_in_float64(queries, rows, 5, inner)

@@ -146,6 +146,49 @@ def test_a_scan_takes_no_memory_for_queries_by_rows() -> None:
     assert int(done.stdout) < 4000, f"{done.stdout} kB"
 
 
+def kept(scores: Tensor, K: int, width: int) -> tuple[Tensor, Tensor]:
+    """The K best of scores (Q, M) in bfloat16, of which `width` columns are handed over at a time."""
+    best, chosen = torch.full((len(scores), K), -torch.inf), torch.full((len(scores), K), -1)
+    for first in range(0, scores.shape[1], width):
+        native.keep(scores[:, first : first + width].contiguous(), first, best, chosen)
+    return best, chosen
+
+
+KEPT = [(1, 1, 1, 1), (7, 389, 9, 389), (23, 1537, 16, 307), (3, 4001, 21, 4001), (5, 401, 100, 83), (2, 97, 97, 97)]  # Q, M, K, at a time
+
+
+@pytest.mark.parametrize("size", KEPT, ids=str)
+@pytest.mark.parametrize("spread", [1.0, 8.0])
+def test_scores_in_bfloat16_are_kept(size: tuple[int, ...], spread: float, threads: int) -> None:
+    """The larger the spread, the fewer columns are equal; these go by their place."""
+    Q, M, K, width = size
+    scores = (spread * random(Q, M, seed=K)).bfloat16()
+    wanted = scores.float().sort(dim=1, descending=True, stable=True)
+    best, chosen = kept(scores, K, width)
+    assert torch.equal(best, wanted.values[:, :K])
+    assert torch.equal(chosen, wanted.indices[:, :K])
+
+
+def test_what_is_no_number_is_never_kept() -> None:
+    for few, number in ((3, 2.0), (3, -torch.inf), (0, 1.0)):  # fewer than are kept
+        scores = torch.full((2, 501), torch.nan, dtype=torch.bfloat16)
+        scores[:, 100 : 100 + few] = number
+        best, chosen = kept(scores, 5, 501)
+        there = few if number > -torch.inf else 0  # minus infinity is no better than none
+        assert chosen.tolist() == [[*range(100, 100 + there), *[-1] * (5 - there)]] * 2
+        assert best.tolist() == [[number] * there + [-torch.inf] * (5 - there)] * 2
+    best, chosen = kept(torch.full((1, 501), torch.inf, dtype=torch.bfloat16), 5, 501)
+    assert chosen.tolist() == [[0, 1, 2, 3, 4]]
+    assert best.tolist() == [[torch.inf] * 5]
+
+
+def test_scores_that_do_not_fit_their_lists_are_refused() -> None:
+    scores, best, chosen = torch.zeros(3, 7).bfloat16(), torch.zeros(3, 2), torch.zeros(3, 2).long()
+    for given in ((scores.float(), best, chosen), (scores.T, best, chosen), (scores, best[:2], chosen[:2]), (scores, best[:, :1], chosen)):
+        with pytest.raises(ValueError, match="keep: "):
+            native.keep(given[0], 0, given[1], given[2])
+
+
 def test_a_row_leaves_itself_out() -> None:
     q, k = heads(2, 2, 11, 8, 0), heads(2, 2, 3, 8, 1)
     own = torch.tensor([0, 4, 11])  # the last one is no row

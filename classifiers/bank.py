@@ -44,7 +44,7 @@ from utils import BadOption, one_of, say
 
 EVICTIONS = ("fifo", "class-balanced")
 PACKED = ("dim", "kind", "recall", "cap", "evict", "_next_id", "_next_birth")  # beside the rows
-SLACK = 4  # rows proposed beyond those asked for
+SLACK = 8  # rows proposed beyond those asked for
 TRIED = 256  # rows that a look is tried with
 
 

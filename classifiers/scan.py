@@ -15,7 +15,6 @@ from classifiers.faiss_library import load_faiss, pointers
 from classifiers.index import ROUNDING, ROUNDING_64, blocks, some_of, squared_lengths
 from layers.compiled import native
 
-FEW = 8  # one of so many
 FEW_QUERIES = 4  # for each thread: for fewer, laying out the rows as the C code reads them takes longer than FAISS's search
 PROPOSALS = 1 << 22  # of one look, at most: 48 MB
 SCORES = 1 << 21  # numbers in a temporary of a scan in float64: 16 MB
@@ -48,8 +47,8 @@ def prove(queries: Tensor, squared: Tensor, count: int, most: int, looks: list[t
         if not len(undecided):
             continue
         left += len(undecided) if way == 0 and wanted == count * times else 0
-        # A few, that have many rows about as near, are soon looked at once more in the same way; where it is many, that is too coarse.
-        again = way + 1 == len(looks) or (wanted == count * times and FEW * len(undecided) <= len(todo))
+        # Some, that have many rows about as near, are looked at once more in the same way; where it is most, that is too coarse.
+        again = way + 1 == len(looks) or (wanted == count * times and 2 * len(undecided) <= len(todo))
         work.append((undecided, way, min(most, 4 * wanted)) if again else (undecided, way + 1, min(most, count * looks[way + 1][1])))
     return left
 

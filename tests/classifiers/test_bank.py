@@ -77,7 +77,7 @@ def test_with_and_without_compiled_code_the_same_is_found(kind, dim, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(native, "scan", counted)
         found = [bank.search(rows[:count], k, exclude=bank.ids[:count]) for k, count in asked]
-    assert [count for queries, count in scanned if queries == 37] == [6, 7, 14, 21, 69]  # k, itself and four more, of at most 256
+    assert [count for queries, count in scanned if queries == 37] == [10, 11, 18, 25, 73]  # k, itself and eight more, of at most 256
     monkeypatch.setattr(native, "takes", lambda *_: False)
     for (k, count), ours in zip(asked, found, strict=True):
         without = bank.search(rows[:count], k, exclude=bank.ids[:count])
@@ -151,7 +151,8 @@ def test_unit_rows_that_are_nearly_one(kind, spread, monkeypatch):
     bank = Bank(41, kind=kind)
     bank.add(rows, torch.zeros(1013, dtype=torch.long))
     found = bank.search(rows[:67], 7, exclude=torch.arange(67)).index
-    assert again == [48]  # 4 (7 + 1 + 4)
+    longer = (kind, spread) == ("ip", 1e-2)  # here a longer list in float32 is enough
+    assert again == ([] if longer else [64])  # 4 (7 + 1 + 8)
     assert (found.numpy() == brute_force(bank, rows[:67], 7, torch.arange(67))[0]).all()
 
 
@@ -174,7 +175,7 @@ def test_few_queries_with_many_rows_as_near_are_scanned_once_more_in_float32(mon
     bank.add(rows, torch.zeros(1013, dtype=torch.long))
     queries = rows[18:58]
     assert (bank.search(queries, 5).index.numpy() == brute_force(bank, queries, 5)[0]).all()
-    assert scans == [("scan", 40, 10), ("scan", 2, 40)]
+    assert scans == [("scan", 40, 14), ("scan", 2, 56)]
 
 
 @pytest.mark.parametrize("inner", [True, False])

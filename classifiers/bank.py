@@ -35,6 +35,7 @@ from classifiers.index import (
     integers,
     kept,
     rank,
+    rank_products,
     slots_of,
     some_of,
     squared_lengths,
@@ -321,7 +322,8 @@ class Bank:
             safe = found[at].clamp_min(0)  # (b, M)
             ids = self._ids[safe]  # raises if a slot is out of bounds
             allowed = (found[at] >= 0) & ~(self._firsts(ids)[..., None] == banned[at][:, None]).any(2)
-            order, exact = rank(rows[at], self._rows, safe, ids, allowed, self.kind == "ip")
+            candidates = rows[at], self._rows, safe, ids, allowed
+            order, exact = rank_products(*candidates, k, self._row_lengths()) if self.kind == "ip" else rank(*candidates)
             there = exact[:, :k] < math.inf
             slots[at], distance[at] = safe.gather(1, order[:, :k]).masked_fill(~there, MISSING), exact[:, :k].float()
             last[at] = exact[:, k - 1]

@@ -16,6 +16,7 @@ from utils import BadOption
 
 MISSING = -1  # index of a neighbor that does not exist
 BLOCK = 1 << 18  # numbers in a temporary of the ranking: they stay in the cache
+MORE = 8  # than k candidates whose products are computed in float64
 ROUNDING, ROUNDING_64 = 2.0**-24, 2.0**-53  # of float32 and float64
 
 
@@ -113,16 +114,13 @@ def some_of(values: Tensor, rows: Tensor) -> Tensor:
     return values if len(rows) == len(values) else values[rows]
 
 
-def rank(queries: Tensor, rows: Tensor, slots: Tensor, ids: Tensor, allowed: Tensor, inner: bool) -> tuple[Tensor, Tensor]:
+def rank(queries: Tensor, rows: Tensor, slots: Tensor, ids: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
     """The candidates rows[slots] (B, M) of each query by exact distance, equal ones by id: their order (B, M) and the distances in it.
 
     Distances that are not `allowed` are infinite. NOTE: slots must be those of rows; FAISS does not check.
     """
-    if inner:
-        step = BLOCK // (slots.shape[1] * rows.shape[1])
-        parts = [ordered(-_products(queries[at], rows, slots[at]), ids[at], allowed[at]) for at in blocks(len(slots), step)]
-        return torch.cat([order for order, _ in parts]), torch.cat([distance for _, distance in parts])
-    single = _squared(queries, rows, slots).masked_fill_(~allowed, math.inf)
+    # Sums of squared differences, so that nothing cancels.
+    single = _by_slots("fvec_L2sqr_by_idx", queries, rows, slots).masked_fill_(~allowed, math.inf)
     distance, order = single.sort(1)
     # What float32 cannot tell apart, float64 does: distances that may be in the wrong order beside the next one.
     far = distance[:, 1:]
@@ -143,15 +141,41 @@ def rank(queries: Tensor, rows: Tensor, slots: Tensor, ids: Tensor, allowed: Ten
     return order, distance
 
 
+def rank_products(
+    queries: Tensor, rows: Tensor, slots: Tensor, ids: Tensor, allowed: Tensor, k: int, lengths: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `rank` by minus the inner product, as far as the k best go: float64 for those that float32 can't rule out.
+
+    `lengths` (N,): squared, of the rows.
+    """
+    near = -_by_slots("fvec_inner_products_by_idx", queries, rows, slots).masked_fill_(~allowed, -math.inf)
+    error = (rows.shape[1] + 8) * ROUNDING * (squared_lengths(queries)[:, None] * lengths[slots]).sqrt() + 1e-30
+    order, distance = near.sort(1).indices, near.new_full(slots.shape, math.inf, dtype=torch.float64)
+    todo, count = torch.arange(len(queries)), min(slots.shape[1], k + MORE)
+    while len(todo):
+        some = order[todo, :count]
+        own_slots, own_ids, own_allowed = (part[todo].gather(1, some) for part in (slots, ids, allowed))
+        place, exact = ordered(-_products(queries[todo], rows, own_slots), own_ids, own_allowed)
+        others = (near[todo] - error[todo]).scatter(1, some, math.inf).min(1).values  # what float32 put behind may belong before
+        distance[todo, :count], best = exact, some.gather(1, place)
+        left = ~(exact[:, min(k, count) - 1] < others) & (count < slots.shape[1])
+        order[todo[~left], :count] = best[~left]
+        todo, count = todo[left], slots.shape[1]
+    return order, distance
+
+
 def _products(queries: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
     """Inner products (B, M) of each query with rows[slots], in float64."""
-    return (queries.double()[:, None] * F.embedding(slots, rows).double()).sum(2)
+    out = torch.empty(slots.shape, dtype=torch.float64)
+    for at in blocks(len(slots), BLOCK // (slots.shape[1] * rows.shape[1])):
+        out[at] = F.embedding(slots[at], rows).double().mul_(queries[at].double()[:, None]).sum(2)
+    return out
 
 
-def _squared(queries: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
-    """Squared distances (B, M) of each query to rows[slots], in float32: sums of squared differences, so that nothing cancels."""
+def _by_slots(function: str, queries: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
+    """What FAISS computes in float32 of each query and rows[slots]: (B, M)."""
     out = torch.empty(slots.shape)
-    load_faiss().fvec_L2sqr_by_idx(*pointers(out, queries, rows, slots), rows.shape[1], *slots.shape)
+    getattr(load_faiss(), function)(*pointers(out, queries, rows, slots), rows.shape[1], *slots.shape)
     return out
 
 

@@ -10,7 +10,7 @@ import classifiers.bank
 import classifiers.scan
 import native
 from classifiers.bank import Bank
-from classifiers.index import MISSING
+from classifiers.index import MISSING, rank_products
 from classifiers.scan import scan_in_float64
 from tests.classifiers.reference import assert_exact, brute_force, filled, rewritten
 
@@ -110,6 +110,24 @@ def test_equal_distances_that_float32_does_not_see_as_equal(kind):
         found = bank.search(queries, k)
         assert (found.index == torch.arange(k)).all()
         assert (found.distance.diff(dim=1) >= 0).all()
+
+
+@pytest.mark.parametrize("M", [5, 11, 13, 100])
+def test_products_that_float32_puts_in_another_order(M):
+    """Rows whose products with a query differ in the eighth figure, some of them not allowed."""
+    generator = torch.Generator().manual_seed(M)
+    queries, near = (F.normalize(torch.randn(count, 131, generator=generator), dim=1) for count in (1, 1))
+    rows = near + 1e-6 * torch.randn(200, 131, generator=generator)
+    queries = (near + 0.1 * queries).repeat(23, 1) + 0.01 * torch.randn(23, 131, generator=generator)
+    slots = torch.stack([torch.randperm(200, generator=generator)[:M] for _ in range(23)])
+    allowed = torch.rand(23, M, generator=generator) > 0.3
+    allowed[:, 0] = True
+    true = (queries.double()[:, None] * rows.double()[slots]).sum(2).neg().masked_fill(~allowed, torch.inf)
+    wanted = true.sort(1)
+    order, distance = rank_products(queries, rows, slots, slots, allowed, 5, rows.square().sum(1))
+    there = distance[:, :5] < torch.inf
+    assert torch.equal(order[:, :5][there], wanted.indices[:, :5][there])
+    assert torch.equal(distance[:, :5], wanted.values[:, :5])
 
 
 @pytest.mark.parametrize("kind", ["flat", "ip"])

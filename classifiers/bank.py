@@ -264,11 +264,15 @@ class Bank:
         return slots, distance
 
     def _decided(self, k: int, look: Look, count: int) -> float:
-        """For how many of some rows of the bank, themselves left out, a look is enough."""
-        slots = torch.from_numpy(np.random.default_rng(0).choice(self._size, min(TRIED, self._size), replace=False))
-        rows, own = self._rows[slots], self._firsts(self._ids[slots])[:, None]
+        """For what share of some rows of the bank, themselves left out, a look is enough."""
+        rows, own = self._drawn(TRIED)
         found, beyond = look(rows, squared_lengths(rows), count)
         return (self._ranked(rows, found, k, own)[2] < beyond).double().mean().item()
+
+    def _drawn(self, count: int) -> tuple[Tensor, Tensor]:
+        """Random rows (B, D), always the same, and their ids (B, 1). NOTE: not each so many-th, which may be the same few again and again."""
+        slots = torch.from_numpy(np.random.default_rng(0).choice(self._size, min(count, self._size), replace=False))
+        return self._rows[slots], self._firsts(self._ids[slots])[:, None]
 
     def _look(self, rounding: float, queries: Tensor, squared: Tensor, count: int) -> tuple[Tensor, Tensor]:
         score, slots = self._scanned(queries, count, rounding)
@@ -297,10 +301,8 @@ class Bank:
         return self._ranked(rows, found, k, banned)[:2]
 
     def _choose_effort(self, proposer: Proposer, k: int) -> None:
-        """By the share of the k nearest that is found of random rows of the bank, themselves left out. NOTE: not each so many-th: of images
-        that come again after some thousands, these would be always the same few."""
-        slots = torch.from_numpy(np.random.default_rng(0).choice(self._size, min(MEASURED, self._size), replace=False))
-        rows, own = self._rows[slots], self._firsts(self._ids[slots])[:, None]
+        """By the share of the k nearest that is found of random rows of the bank, themselves left out."""
+        rows, own = self._drawn(MEASURED)
         nearest = self._exact(rows, squared_lengths(rows), k, own)[1]  # (500, k)
         there = nearest < math.inf
         farthest = nearest.masked_fill(~there, -math.inf).max(1, keepdim=True).values

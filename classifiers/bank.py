@@ -270,7 +270,7 @@ class Bank:
         return (self._ranked(rows, found, k, own)[2] < beyond).double().mean().item()
 
     def _drawn(self, count: int) -> tuple[Tensor, Tensor]:
-        """Random rows (B, D), always the same, and their ids (B, 1). NOTE: not each so many-th, which may be the same few again and again."""
+        """Random rows (B, D), always the same, and their ids (B, 1). NOTE: not each so many-th, which may be one row again and again."""
         slots = torch.from_numpy(np.random.default_rng(0).choice(self._size, min(count, self._size), replace=False))
         return self._rows[slots], self._firsts(self._ids[slots])[:, None]
 

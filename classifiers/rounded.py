@@ -43,7 +43,8 @@ class Rounded:
     @staticmethod
     def fast() -> bool:
         """Whether this processor, and torch on it, are faster in bfloat16."""
-        return bool({"avx512_bf16", "amx_bf16"} & set(native.processor().split())) and torch.backends.mkldnn.is_available()
+        onednn = torch.backends.mkldnn
+        return bool({"avx512_bf16", "amx_bf16"} & set(native.processor().split())) and onednn.is_available() and bool(onednn.enabled)
 
     def _parts(self, rows: Tensor, centered: bool = True) -> tuple[Tensor, Tensor, Tensor]:
         """Rows in bfloat16, their lengths before, and by how much rounding moved them (B,), in float64."""

@@ -219,3 +219,5 @@ def test_a_processor_without_bfloat16_rounds_nothing(small, monkeypatch):
     for flags, fast in (("flags : avx512f", False), ("flags : avx512f avx512_bf16", True), ("flags : amx_bf16", True)):
         monkeypatch.setattr(native, "processor", lambda flags=flags: flags)
         assert Rounded.fast() == fast
+        with torch.backends.mkldnn.flags(enabled=False):  # then torch multiplies number by number
+            assert not Rounded.fast()

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from classifiers.approximate import MEASURED, RECALL, Proposer, check_kind, most_flat, recipe
-from classifiers.first_look import FirstLook
+from classifiers.faster_scan import FasterScan
 from classifiers.index import (
     BLOCK,
     MISSING,
@@ -40,13 +40,13 @@ from classifiers.index import (
     some_of,
     squared_lengths,
 )
-from classifiers.scan import Look, least_distance, prove, scan, scan_in_float64
+from classifiers.scan import Scan, least_distance, prove, scan, scan_in_float64
 from utils import BadOption, one_of, say
 
 EVICTIONS = ("fifo", "class-balanced")
 PACKED = ("dim", "kind", "recall", "cap", "evict", "_next_id", "_next_birth")  # beside the rows
 SLACK = 8  # rows proposed beyond those asked for
-TRIED = 256  # rows that a look is tried with
+TRIED = 256  # rows that a faster scan is tried with
 
 
 _banks: weakref.WeakSet[Bank] = weakref.WeakSet()
@@ -96,7 +96,7 @@ class Bank:
         """Everything that is made of the rows."""
         self._lengths: Tensor | None = None  # squared
         self._proposer: Proposer | None = None
-        self._first_look = FirstLook()
+        self._faster_scan = FasterScan()
         self._sorted: tuple[Tensor, Tensor] | None = None
 
     def __len__(self) -> int:
@@ -104,10 +104,10 @@ class Bank:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies, of a head or of a bank that will grow, and other processes: neither lock nor index, which is built anew."""
-        return {k: v for k, v in vars(self).items() if k not in ("_lock", "_proposer", "_first_look")}
+        return {k: v for k, v in vars(self).items() if k not in ("_lock", "_proposer", "_faster_scan")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lock=threading.RLock(), _proposer=None, _first_look=FirstLook())
+        vars(self).update(state, _lock=threading.RLock(), _proposer=None, _faster_scan=FasterScan())
         _banks.add(self)
 
     @property
@@ -184,7 +184,7 @@ class Bank:
                 room = max(self._size, min(2 * len(part), self.cap or 2 * len(part)))  # doubled, so that growing stays linear
                 setattr(self, name, torch.cat([part, part.new_empty(room - len(part), *part.shape[1:])]))
         self._rows[slots], self._labels[slots], self._ids[slots], self._births[slots] = rows, labels, ids, births
-        self._sorted, self._first_look = None, FirstLook()
+        self._sorted, self._faster_scan = None, FasterScan()
         if self._lengths is not None:
             self._lengths[slots] = squared_lengths(rows)
         if self._proposer is not None:
@@ -256,17 +256,17 @@ class Bank:
             return last
 
         count = min(self._size, k + banned.shape[1] + SLACK)
-        looks: list[tuple[Look, int]] = [(partial(self._look, ROUNDING), 1), (partial(self._look, ROUNDING_64), 4)]
-        faster = self._first_look.of(self.embeddings, self.kind == "ip", len(rows), count, partial(self._decided, k))
-        left = prove(rows, squared, count, self._size, [(faster, faster.times), *looks] if faster else looks, ranking)
+        scans: list[tuple[Scan, int]] = [(partial(self._candidates, ROUNDING), 1), (partial(self._candidates, ROUNDING_64), 4)]
+        faster = self._faster_scan.of(self.embeddings, self.kind == "ip", len(rows), count, partial(self._decided, k))
+        left = prove(rows, squared, count, self._size, [(faster, faster.times), *scans] if faster else scans, ranking)
         if faster and 2 * left > len(rows):  # these queries are not like the rows
-            self._first_look.drop()
+            self._faster_scan.drop()
         return slots, distance
 
-    def _decided(self, k: int, look: Look, count: int) -> float:
-        """For what share of some rows of the bank, themselves left out, a look is enough."""
+    def _decided(self, k: int, faster: Scan, count: int) -> float:
+        """For what share of some rows of the bank, themselves left out, a scan is enough."""
         rows, own = self._drawn(TRIED)
-        found, beyond = look(rows, squared_lengths(rows), count)
+        found, beyond = faster(rows, squared_lengths(rows), count)
         return (self._ranked(rows, found, k, own)[2] < beyond).double().mean().item()
 
     def _drawn(self, count: int) -> tuple[Tensor, Tensor]:
@@ -274,7 +274,7 @@ class Bank:
         slots = torch.from_numpy(np.random.default_rng(0).choice(self._size, min(count, self._size), replace=False))
         return self._rows[slots], self._firsts(self._ids[slots])[:, None]
 
-    def _look(self, rounding: float, queries: Tensor, squared: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    def _candidates(self, rounding: float, queries: Tensor, squared: Tensor, count: int) -> tuple[Tensor, Tensor]:
         score, slots = self._scanned(queries, count, rounding)
         return slots, least_distance(score[:, -1], squared, self._row_lengths().max(), self.dim, rounding, self.kind == "ip")
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from classifiers.approximate import ENOUGH, RECALL, Proposer
 from classifiers.bank import Bank
 from classifiers.faiss_library import load_faiss, silenced
-from classifiers.first_look import FirstLook
+from classifiers.faster_scan import FasterScan
 from classifiers.index import ROUNDING, blocks, checked_rows, integers, squared_lengths
 from classifiers.scan import scan, scan_in_float64
 from inputs import files
@@ -64,7 +64,7 @@ class DiskBank(Bank):
         self._labels = torch.from_numpy(mapped(folder / LABELS, np.int64, (rows,)))
         self._ids = self._births = torch.arange(rows)
         self._next_id = self._next_birth = rows
-        self._first_look = FirstLook(ever=False)  # it would be in memory
+        self._faster_scan = FasterScan(ever=False)  # it would be in memory
         self._proposer = DiskProposer(folder, rows, str(facts["codes"])) if INDEX in index["files"] else None
 
     def _prepare(self) -> None:

@@ -22,7 +22,7 @@ ROUNDING_16 = 1.01 * 2.0**-8  # of a number to bfloat16, in parts of what it is 
 
 
 class Rounded:
-    """A look at all rows (see scan.py), by torch's products of bfloat16."""
+    """A scan of all rows (see scan.py) by torch's products of bfloat16."""
 
     times = 2  # a list is so much longer than that of a scan in float32
 

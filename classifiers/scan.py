@@ -1,7 +1,7 @@
 """Looking at every row for the nearest, until no other row can be nearer.
 
-A look proposes rows for each query, and says how near any other row can be. What it proposes is ranked by exact distances; queries for
-which another row may still be nearer get a longer list, or the next look, which takes longer and leaves less open.
+A scan proposes rows for each query, and says how near any other row can be. What it proposes is ranked by exact distances; queries for
+which another row may still be nearer get a longer list, or the next scan, which takes longer and leaves less open.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from classifiers.index import ROUNDING, ROUNDING_64, blocks, some_of, squared_le
 from layers.compiled import native
 
 FEW_QUERIES = 4  # for each thread: for fewer, laying out the rows as the C code reads them takes longer than FAISS's search
-PROPOSALS = 1 << 22  # of one look, at most: 48 MB
+PROPOSALS = 1 << 22  # of one scan, at most: 48 MB
 SCORES = 1 << 21  # numbers in a temporary of a scan in float64: 16 MB
 
 # Queries (B, D), their squared lengths (B,) and how many rows to propose, to slots (B, count) and, for each query, a distance that no
 # other row is nearer than (B,), in float64.
-Look = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+Scan = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 # Which of the queries (B,), and slots for them (B, M): how far the k-th best of these is (B,). It keeps the k best.
 Ranking = Callable[[Tensor, Tensor], Tensor]
 
 
-def prove(queries: Tensor, squared: Tensor, count: int, most: int, looks: list[tuple[Look, int]], ranking: Ranking) -> int:
+def prove(queries: Tensor, squared: Tensor, count: int, most: int, scans: list[tuple[Scan, int]], ranking: Ranking) -> int:
     """Ranks proposals for each query until no other row, of `most` in all, can be nearer than the k-th best.
 
-    `looks`, the fastest first, each with how many times `count` it proposes; the last one can be repeated until it proposes all rows.
+    `scans`, the fastest first, each with how many times `count` it proposes; the last one can be repeated until it proposes all rows.
     Returns for how many queries the first one was not enough.
     """
-    work, left = [(torch.arange(len(queries)), 0, min(most, count * looks[0][1]))], 0
+    work, left = [(torch.arange(len(queries)), 0, min(most, count * scans[0][1]))], 0
     while work:
         todo, way, wanted = work.pop()
         if len(todo) * wanted > PROPOSALS and len(todo) > 1:
             work += [(half, way, wanted) for half in todo.chunk(2)]
             continue
-        look, times = looks[way]
-        slots, beyond = look(some_of(queries, todo), squared[todo], wanted)
+        by, times = scans[way]
+        slots, beyond = by(some_of(queries, todo), squared[todo], wanted)
         last = ranking(todo, slots)
         if wanted == most:
             continue
@@ -47,9 +47,9 @@ def prove(queries: Tensor, squared: Tensor, count: int, most: int, looks: list[t
         if not len(undecided):
             continue
         left += len(undecided) if way == 0 and wanted == count * times else 0
-        # Some, that have many rows about as near, are looked at once more in the same way; where it is most, that is too coarse.
-        again = way + 1 == len(looks) or (wanted == count * times and 2 * len(undecided) <= len(todo))
-        work.append((undecided, way, min(most, 4 * wanted)) if again else (undecided, way + 1, min(most, count * looks[way + 1][1])))
+        # Some, that have many rows about as near, are scanned once more in the same way; where it is most, that is too coarse.
+        again = way + 1 == len(scans) or (wanted == count * times and 2 * len(undecided) <= len(todo))
+        work.append((undecided, way, min(most, 4 * wanted)) if again else (undecided, way + 1, min(most, count * scans[way + 1][1])))
     return left
 
 

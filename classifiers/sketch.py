@@ -23,7 +23,7 @@ FEWEST = 8  # axes
 
 
 class Sketch:
-    """A look at all rows (see scan.py) of which each takes as long as a row of as many numbers as there are axes, and one."""
+    """A scan of all rows (see scan.py), of which each takes as long as a row of as many numbers as there are axes, and one."""
 
     times = 3  # a list is so much longer than that of a scan of whole rows
 

@@ -1,4 +1,4 @@
-"""Faster looks at the rows of a bank: what they say is true, the bank's answers stay the same, and they are made where they pay."""
+"""Faster scans of a bank's rows: what they say is true, the bank's answers stay the same, and they are made where they pay."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 import native
 from classifiers import bank as bank_module
-from classifiers import first_look, rounded
+from classifiers import faster_scan, rounded
 from classifiers.bank import Bank
 from classifiers.disk_bank import build_bank
 from classifiers.rounded import Rounded
@@ -20,7 +20,7 @@ from classifiers.sketch import Sketch
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="no C compiler here")
 
-LOOKS = (Sketch, Rounded)
+SCANS = (Sketch, Rounded)
 
 
 def rows_of(case: str, count: int, dim: int, seed: int = 0) -> Tensor:
@@ -45,16 +45,16 @@ def distances(queries: Tensor, rows: Tensor, inner: bool) -> Tensor:
     return -(q @ x.T) if inner else (q[:, None] - x).square().sum(2)
 
 
-@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("kind", SCANS)
 @pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("case", ["flat", "unit", "far", "short", "long", "of all lengths", "equal"])
-def test_no_other_row_is_nearer_than_a_look_says(look, inner, case):
+def test_no_other_row_is_nearer_than_a_scan_says(kind, inner, case):
     rows, queries = rows_of(case, 1009, 67), torch.cat([rows_of(case, 1009, 67)[:17], rows_of(case, 20, 67, seed=1)])
     true, squared = distances(queries, rows, inner), queries.square().sum(1)
-    made = [look(rows, inner)]
+    made = [kind(rows, inner)]
     while isinstance(made[-1], Sketch) and (narrower := made[-1].narrower()):
         made.append(narrower)
-    assert len(made) == (2 if look is Sketch else 1)  # 16 and 8 axes
+    assert len(made) == (2 if kind is Sketch else 1)  # 16 and 8 axes
     for one in made:
         for count in (2, 23, 200):
             slots, beyond = one(queries, squared, count)
@@ -64,12 +64,12 @@ def test_no_other_row_is_nearer_than_a_look_says(look, inner, case):
 
 
 @pytest.mark.parametrize("inner", [False, True])
-def test_what_a_look_says_is_near_the_truth(inner):
+def test_what_a_scan_says_is_near_the_truth(inner):
     """A bound that were always minus infinity would be true as well."""
     rows = rows_of("flat", 1009, 67)
     true = distances(rows[:50], rows, inner).sort(1).values
-    for look, slack in ((Sketch, 0.1), (Rounded, 0.02)):
-        _, beyond = look(rows, inner)(rows[:50], rows[:50].square().sum(1), 60)
+    for kind, slack in ((Sketch, 0.1), (Rounded, 0.02)):
+        _, beyond = kind(rows, inner)(rows[:50], rows[:50].square().sum(1), 60)
         assert (beyond > true[:, 59] - slack).all()
 
 
@@ -94,9 +94,9 @@ def test_rounding_that_hides_the_nearest_is_counted_on(what, monkeypatch):
 
 @pytest.fixture
 def small(monkeypatch):
-    """Looks are made for small banks, and of each kind whatever the processor."""
+    """Faster scans are made for small banks, and of each kind whatever the processor."""
     for name, value in {"ROWS": 500, "SKETCHED": 16, "ROUNDED": 16, "WORTH": 0.5}.items():
-        monkeypatch.setattr(first_look, name, value)
+        monkeypatch.setattr(faster_scan, name, value)
     monkeypatch.setattr(Rounded, "fast", staticmethod(lambda: True))
 
 
@@ -106,8 +106,8 @@ def filled(rows: Tensor, kind: str = "flat", **options) -> Bank:
     return bank
 
 
-def look_of(bank: Bank) -> Sketch | Rounded | None:
-    return bank._first_look._look
+def scan_of(bank: Bank) -> Sketch | Rounded | None:
+    return bank._faster_scan._scan
 
 
 @pytest.mark.parametrize("kind", ["flat", "ip"])
@@ -118,8 +118,8 @@ def test_the_bank_answers_as_before(kind, case, expected, small, monkeypatch):
     rows = rows_of(case, 1201, 67)
     copies = torch.arange(1201) % 7 if case == "equal" else torch.arange(1201)
     bank, plain = (filled(rows, kind, copies=copies) for _ in range(2))
-    monkeypatch.setattr(plain, "_first_look", first_look.FirstLook())
-    monkeypatch.setattr(plain._first_look, "of", lambda *_: None)
+    monkeypatch.setattr(plain, "_faster_scan", faster_scan.FasterScan())
+    monkeypatch.setattr(plain._faster_scan, "of", lambda *_: None)
     generator = torch.Generator().manual_seed(5)
     for k in (16, 1, 9, 20, 300):
         for banned in (0, 1, 3):
@@ -128,19 +128,19 @@ def test_the_bank_answers_as_before(kind, case, expected, small, monkeypatch):
             found, wanted = (one.search(rows[ids], k, exclude) for one in (bank, plain))
             for part in ("index", "distance", "label", "embedding", "mask"):
                 assert torch.equal(getattr(found, part), getattr(wanted, part)), (k, banned, part)
-    assert isinstance(look_of(bank), expected or type(None)), look_of(bank)
+    assert isinstance(scan_of(bank), expected or type(None)), scan_of(bank)
 
 
 def test_a_sketch_is_as_narrow_as_it_can_be(small):
     """Five directions and little else: of 64 dimensions 16 axes are tried, then 8."""
     bank = filled(rows_of("flat", 1009, 64))
     bank.search(bank.embeddings[:60], 5)
-    look = look_of(bank)
-    assert isinstance(look, Sketch)
-    assert look.axes.shape == (64, 8)
+    scan = scan_of(bank)
+    assert isinstance(scan, Sketch)
+    assert scan.axes.shape == (64, 8)
 
 
-def test_nearly_all_queries_are_done_with_the_first_look(small, monkeypatch):
+def test_nearly_all_queries_are_done_with_the_faster_scan(small, monkeypatch):
     left: list[int] = []
 
     def counted(*given):
@@ -157,8 +157,8 @@ def test_nearly_all_queries_are_done_with_the_first_look(small, monkeypatch):
         left.clear()
 
 
-def test_a_look_is_made_once_so_many_queries_were_asked_and_again_after_rows_changed(small, monkeypatch):
-    monkeypatch.setattr(first_look, "WORTH", 2)  # 128 queries
+def test_a_scan_is_made_once_so_many_queries_were_asked_and_again_after_rows_changed(small, monkeypatch):
+    monkeypatch.setattr(faster_scan, "WORTH", 2)  # 128 queries
     bank = filled(rows_of("flat", 1009, 64))
     queries = bank.embeddings[:50].clone()
     seen = []
@@ -166,39 +166,39 @@ def test_a_look_is_made_once_so_many_queries_were_asked_and_again_after_rows_cha
         if step == 4:
             bank.add(rows_of("flat", 3, 64, seed=2), torch.zeros(3, dtype=torch.long))
         bank.search(queries, 5)
-        seen.append(look_of(bank) is not None)
+        seen.append(scan_of(bank) is not None)
     assert seen == [False, False, True, True] * 2
     bank.refresh(bank.labels, bank.ids, [(bank.ids, bank.embeddings)])
-    assert look_of(bank) is None
+    assert scan_of(bank) is None
     for other in (copy.deepcopy(bank), Bank.unpack(*bank.pack())):
-        assert look_of(other) is None
+        assert scan_of(other) is None
         for _ in range(3):
             other.search(queries, 5)
-        assert look_of(other) is not None
+        assert scan_of(other) is not None
 
 
 @pytest.mark.parametrize("case", ["flat", "unit"])
-def test_no_look_is_kept_that_is_not_enough_for_what_is_asked(case, small):
-    """Of 1009 rows 60 lie in a crowd, in which no look tells who is nearest; then queries come from there only."""
+def test_no_scan_is_kept_that_is_not_enough_for_what_is_asked(case, small):
+    """Of 1009 rows 60 lie in a crowd, in which no faster scan tells who is nearest; then queries come from there only."""
     rows = rows_of(case, 1009, 67)
     rows[:60] = rows[0] + 1e-4 * torch.randn(60, 67, generator=torch.Generator().manual_seed(3))
     bank, plain = filled(rows), filled(rows)
     bank.search(rows[100:200], 5)
-    assert look_of(bank) is not None
+    assert scan_of(bank) is not None
     assert torch.equal(bank.search(rows[:60], 5).index, plain.search(rows[:60], 5).index)
-    assert look_of(bank) is None
+    assert scan_of(bank) is None
     bank.search(rows[100:200], 5)
-    assert look_of(bank) is None
+    assert scan_of(bank) is None
 
 
 @pytest.mark.parametrize("without", ["compiled code", "queries", "rows", "dimensions"])
-def test_where_no_look_is_made(without, small, monkeypatch):
+def test_where_none_is_made(without, small, monkeypatch):
     if without == "compiled code":
         monkeypatch.setattr(native, "available", lambda: False)
     bank = filled(rows_of("flat", 400 if without == "rows" else 1009, 15 if without == "dimensions" else 64))
     for _ in range(20):
         bank.search(bank.embeddings[: 3 if without == "queries" else 60], 5)
-    assert look_of(bank) is None
+    assert scan_of(bank) is None
 
 
 def test_a_bank_on_disk_makes_none_in_memory(small, tmp_path):
@@ -206,7 +206,7 @@ def test_a_bank_on_disk_makes_none_in_memory(small, tmp_path):
     bank = build_bank(tmp_path / "bank", 64, [(rows, torch.zeros(1009, dtype=torch.long))], codes="none")
     for _ in range(3):
         found = bank.search(rows[:60], 5)
-    assert look_of(bank) is None
+    assert scan_of(bank) is None
     assert torch.equal(found.index, filled(rows).search(rows[:60], 5).index)
 
 
@@ -214,7 +214,7 @@ def test_a_processor_without_bfloat16_rounds_nothing(small, monkeypatch):
     monkeypatch.setattr(Rounded, "fast", staticmethod(lambda: False))
     bank = filled(rows_of("unit", 1009, 67))
     bank.search(bank.embeddings[:100], 5)
-    assert look_of(bank) is None
+    assert scan_of(bank) is None
     monkeypatch.undo()
     for flags, fast in (("flags : avx512f", False), ("flags : avx512f avx512_bf16", True), ("flags : amx_bf16", True)):
         monkeypatch.setattr(native, "processor", lambda flags=flags: flags)

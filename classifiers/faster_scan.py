@@ -1,4 +1,4 @@
-"""Whether a bank is better searched by a faster look at its rows first, and by which."""
+"""Whether a bank has a faster scan, and which."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from classifiers.scan import FEW_QUERIES
 from classifiers.sketch import Sketch
 from layers.compiled import native
 
-ROWS = 8192  # of fewer, a faster look saves nothing
-SKETCHED, ROUNDED = 128, 64  # dimensions: of fewer, neither does such a look
-WORTH = 4  # queries for each dimension, whose search takes about as long as to make looks and try them
-NEARLY = 0.9  # the share of queries for which a first look must be enough
+ROWS = 8192  # of fewer, a faster scan saves nothing
+SKETCHED, ROUNDED = 128, 64  # dimensions: of fewer, neither saves anything
+WORTH = 4  # queries for each dimension, whose search takes about as long as to make these scans and try them
+NEARLY = 0.9  # the share of queries for which it must be enough
 
 
-class FirstLook:
-    """For rows that stay as they are: a faster look at them, once it has been worth making one. It needs up to half as much memory as they.
+class FasterScan:
+    """For rows that stay as they are: a faster scan of them, once it has been worth making one. It needs up to half as much memory as they.
 
     `ever`: whether there may be one.
     """
 
     def __init__(self, ever: bool = True) -> None:
         self._ever, self._asked = ever, 0  # queries
-        self._look: Sketch | Rounded | None = None
+        self._scan: Sketch | Rounded | None = None
 
     def of(
         self, rows: Tensor, inner: bool, queries: int, count: int, enough: Callable[[Sketch | Rounded, int], float]
     ) -> Sketch | Rounded | None:
-        """For a search of so many queries, each for `count` rows. `enough`: the share of some queries for which a look is enough."""
+        """For a search of so many queries, each for `count` rows. `enough`: the share of some queries for which one is enough."""
         few = len(rows) < ROWS or queries < FEW_QUERIES * torch.get_num_threads()
         if not self._ever or few or Sketch.times * count > native.MOST_KEPT:
             return None
         before, self._asked = self._asked, self._asked + queries
         worth = WORTH * rows.shape[1]
         if before < worth <= self._asked and native.available():
-            self._look = chosen(rows, inner, lambda look: enough(look, look.times * count) >= NEARLY)
-        return self._look
+            self._scan = chosen(rows, inner, lambda scan: enough(scan, scan.times * count) >= NEARLY)
+        return self._scan
 
     def drop(self) -> None:
         """Until the rows change."""
-        self._look = None
+        self._scan = None
 
 
 def chosen(rows: Tensor, inner: bool, enough: Callable[[Sketch | Rounded], bool]) -> Sketch | Rounded | None:

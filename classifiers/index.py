@@ -18,6 +18,7 @@ MISSING = -1  # index of a neighbor that does not exist
 BLOCK = 1 << 18  # numbers in a temporary of the ranking: they stay in the cache
 MORE = 8  # than k candidates whose products are computed in float64
 ROUNDING, ROUNDING_64 = 2.0**-24, 2.0**-53  # of float32 and float64
+LEAST = 2.0**-126  # what is smaller, float32 may take for nothing
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,9 @@ def rank_products(
     `lengths` (N,): squared, of the rows.
     """
     near = -_by_slots("fvec_inner_products_by_idx", queries, rows, slots).masked_fill_(~allowed, -math.inf)
-    error = (rows.shape[1] + 8) * ROUNDING * (squared_lengths(queries)[:, None] * lengths[slots]).sqrt() + 1e-30
+    lost = rows.shape[1] * LEAST  # of a squared length
+    squared = (squared_lengths(queries).double()[:, None] + lost) * (lengths[slots].double() + lost)
+    error = (rows.shape[1] + 8) * ROUNDING * squared.sqrt() + 1e-30
     order, distance = near.sort(1).indices, near.new_full(slots.shape, math.inf, dtype=torch.float64)
     todo, count = torch.arange(len(queries)), min(slots.shape[1], k + MORE)
     while len(todo):

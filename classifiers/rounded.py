@@ -8,11 +8,10 @@ guess at what the nearest have, so that what is left is small, and rounding it t
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from classifiers.index import BLOCK, ROUNDING, blocks
-from classifiers.scan import rounding_of_distances
+from classifiers.scan import rounding_of_distances, rounding_of_products
 from layers.compiled import native
 
 SCORES = 1 << 19  # in a temporary: 1 MB
@@ -29,15 +28,12 @@ class Rounded:
     def __init__(self, rows: Tensor, inner: bool) -> None:
         self.inner, (count, dim) = inner, rows.shape
         self.center = rows.mean(0)
-        self.rows = torch.ones(count, dim + 4, dtype=torch.bfloat16)
-        length, moved = torch.empty(count, dtype=torch.float64), torch.empty(count, dtype=torch.float64)
-        for at in blocks(count, BLOCK // dim):
-            self.rows[at, :dim], length[at], moved[at] = self._parts(rows[at])
+        self.rows, length, moved, _ = self._of(rows, True)
         half = torch.zeros_like(length) if inner else length.square() / -2
         for column in (1, 2, 3):  # three numbers of 8 bits
             self.rows[:, dim + column] = half
             half -= self.rows[:, dim + column]
-        self.longest, self.moved = float(length.max()), float(moved.max())
+        self.longest, self.moved, self.offset = float(length.max()), float(moved.max()), float(self.center.double().norm())
         self.some = self.rows[:: max(1, count // GUESSED)].contiguous()
 
     @staticmethod
@@ -46,26 +42,34 @@ class Rounded:
         onednn = torch.backends.mkldnn
         return bool({"avx512_bf16", "amx_bf16"} & set(native.processor().split())) and onednn.is_available() and bool(onednn.enabled)
 
-    def _parts(self, rows: Tensor, centered: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows in bfloat16, their lengths before, and by how much rounding moved them (B,), in float64."""
-        x = rows.double() - self.center if centered else rows.double()
-        rounded = x.bfloat16()
-        return rounded, torch.linalg.vector_norm(x, dim=1), torch.linalg.vector_norm(x - rounded, dim=1)
+    def _of(self, rows: Tensor, centered: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Rows, `centered` first, in bfloat16 with four ones after them; their lengths before, by how much rounding moved them, and their
+        products with the center (B,), in float64."""
+        count, dim = rows.shape
+        rounded = torch.ones(count, dim + 4, dtype=torch.bfloat16)
+        length, moved, product = (torch.empty(count, dtype=torch.float64) for _ in range(3))
+        for at in blocks(count, BLOCK // dim):
+            x = rows[at].double() - self.center if centered else rows[at].double()
+            rounded[at, :dim] = x
+            length[at], product[at] = torch.linalg.vector_norm(x, dim=1), x @ self.center.double()
+            moved[at] = torch.linalg.vector_norm(x - rounded[at, :dim], dim=1)
+        return rounded, length, moved, product
 
     def __call__(self, queries: Tensor, squared: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        rounded, length, moved = self._parts(queries, not self.inner)
-        asked = F.pad(rounded, (0, 4), value=1)
-        asked[:, -4] = 0
-        guess = (asked @ self.some.T).topk(2, 1).values[:, 1]  # the best may be the query itself
-        asked[:, -4] = -guess
+        asked, length, moved, product = self._of(queries, not self.inner)
         best, slots = torch.full((len(asked), count), -torch.inf), torch.full((len(asked), count), -1)
-        for some in blocks(len(asked), QUERIES):
-            for at in blocks(len(self.rows), SCORES // (some.stop - some.start)):
-                native.keep(asked[some] @ self.rows[at].T, at.start, best[some], slots[some])
-        worst, guess = best[:, -1].double(), guess.double()
+        guess = torch.empty(len(asked), dtype=torch.float64)
+        with torch.autocast("cpu", enabled=False):
+            for some in blocks(len(asked), QUERIES):
+                asked[some, -4] = 0
+                guess[some] = (asked[some] @ self.some.T).topk(2, 1).values[:, 1].double()  # the best may be the query itself
+                asked[some, -4] = -guess[some].bfloat16()
+                for at in blocks(len(self.rows), SCORES // (some.stop - some.start)):
+                    native.keep(asked[some] @ self.rows[at].T, at.start, best[some], slots[some])
+        worst = best[:, -1].double()
         most = worst + guess + self._error(worst, guess, length, moved)
         if self.inner:
-            return slots, -(most + queries.double() @ self.center.double())
+            return slots, -(most + product + rounding_of_products(queries.shape[1], length, self.longest + self.offset))
         return slots, (length.square() - 2 * most) / (1 + rounding_of_distances(queries.shape[1]))
 
     def _error(self, worst: Tensor, guess: Tensor, length: Tensor, moved: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from classifiers.faiss_library import load_faiss, pointers
-from classifiers.index import ROUNDING, ROUNDING_64, blocks, some_of, squared_lengths
+from classifiers.index import LEAST, ROUNDING, ROUNDING_64, blocks, some_of, squared_lengths
 from layers.compiled import native
 
 FEW_QUERIES = 4  # for each thread: for fewer, laying out the rows as the C code reads them takes longer than FAISS's search
@@ -57,7 +57,8 @@ def least_distance(worst: Tensor, squared: Tensor, longest: Tensor, dim: int, ro
     """The least distance to queries of `squared` lengths that a row can have to which a scan gave no better score than `worst` (B,)."""
     worst, squared = worst.double(), squared.double()
     if inner:  # rounding is below that of |q| |x|; the k-th best is in float64
-        return -worst - (dim + 8) * (rounding + ROUNDING_64) * (squared * longest).sqrt() - 1e-30
+        lost = dim * LEAST  # of a squared length
+        return -worst - (dim + 8) * (rounding + ROUNDING_64) * ((squared + lost) * (longest.double() + lost)).sqrt() - 1e-30
     # Rounding is below C (|q|^2 + |x|^2), and |x|^2 is at most 2 |q|^2 + 2 |q - x|^2; the k-th best is in float32.
     unit = (2 * dim + 16) * rounding
     return (worst - 3 * unit * squared - 1e-30) / (1 + 2 * unit + rounding_of_distances(dim))
@@ -66,6 +67,11 @@ def least_distance(worst: Tensor, squared: Tensor, longest: Tensor, dim: int, ro
 def rounding_of_distances(dim: int) -> float:
     """Of squared distances that are sums of squared differences in float32 (`index.rank`), in parts of them."""
     return (2 * dim + 16) * ROUNDING
+
+
+def rounding_of_products(dim: int, length: Tensor, longest: float) -> Tensor:
+    """Of inner products in float64 (`index.rank_products`), with rows no longer than `longest`, and of as much once more."""
+    return 2 * (dim + 8) * ROUNDING_64 * length * longest
 
 
 def scan(queries: Tensor, rows: Tensor, lengths: Tensor, count: int, inner: bool) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from classifiers.index import BLOCK, ROUNDING, blocks
-from classifiers.scan import rounding_of_distances
+from classifiers.scan import rounding_of_distances, rounding_of_products
 from layers.compiled import native
 
 LEARNED = 4096  # rows that the axes are found of
@@ -29,12 +29,10 @@ class Sketch:
 
     def __init__(self, rows: Tensor, inner: bool) -> None:
         """With a quarter as many axes as the rows have numbers; see `narrower`."""
-        self.inner, (count, dim) = inner, rows.shape
-        self.center, self.axes = principal(rows, dim // 4)
-        self.sketches, length = torch.empty(count, dim // 4 + 1), torch.empty(count, dtype=torch.float64)
-        for at in blocks(count, BLOCK // dim):
-            self.sketches[at], length[at] = self._of(rows[at])
-        self.longest = float(length.max())
+        self.inner = inner
+        self.center, self.axes = principal(rows, rows.shape[1] // 4)
+        self.sketches, length, _ = self._of(rows, True)
+        self.longest, self.offset = float(length.max()), float(self.center.norm())
         self.more = None if inner else (length.square() / -2).float()
 
     def narrower(self) -> Sketch | None:
@@ -48,22 +46,27 @@ class Sketch:
         half.sketches = torch.cat([self.sketches[:, :few], beside.float()], 1)
         return half
 
-    def _of(self, rows: Tensor, centered: bool = True) -> tuple[Tensor, Tensor]:
-        """Sketches (B, axes + 1) and the lengths of the rows (B,), in float64."""
-        x = rows.double() - self.center if centered else rows.double()
-        coordinates, squared = x @ self.axes, x.square().sum(1)
-        # The axes are at right angles but for 1e-13.
-        beside = (squared - coordinates.square().sum(1)).clamp_min(0) + 1e-12 * squared
-        return torch.cat([coordinates, beside.sqrt()[:, None]], 1), squared.sqrt()
+    def _of(self, rows: Tensor, centered: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Sketches (B, axes + 1) of rows that are `centered` first, their lengths and their products with the center (B,), in float64."""
+        sketches = torch.empty(len(rows), self.axes.shape[1] + 1)
+        length, product = (torch.empty(len(rows), dtype=torch.float64) for _ in range(2))
+        for at in blocks(len(rows), BLOCK // rows.shape[1]):
+            x = rows[at].double() - self.center if centered else rows[at].double()
+            coordinates, squared = x @ self.axes, x.square().sum(1)
+            # The axes are at right angles but for 1e-13.
+            beside = (squared - coordinates.square().sum(1)).clamp_min(0) + 1e-12 * squared
+            sketches[at, :-1], sketches[at, -1] = coordinates, beside.sqrt()
+            length[at], product[at] = squared.sqrt(), x @ self.center
+        return sketches, length, product
 
     def __call__(self, queries: Tensor, squared: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        asked, length = self._of(queries, not self.inner)
-        score, slots = native.scan(asked.float(), self.sketches, self.more, count)  # q x, less |x|^2 / 2 where distances are asked for
+        asked, length, product = self._of(queries, not self.inner)
+        score, slots = native.scan(asked, self.sketches, self.more, count)  # q x, less |x|^2 / 2 where distances are asked for
         # Sums of so many terms, each of which was rounded before; the last is for numbers too small to be kept.
         terms = length * self.longest + (0 if self.inner else self.longest**2)
         most = score[:, -1].double() + (asked.shape[1] + 32) * ROUNDING * terms + 1e-30 * (1 + length + self.longest)
         if self.inner:
-            return slots, -(most + queries.double() @ self.center)
+            return slots, -(most + product + rounding_of_products(queries.shape[1], length, self.longest + self.offset))
         return slots, (length.square() - 2 * most) / (1 + rounding_of_distances(queries.shape[1]))
 
 

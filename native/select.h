@@ -213,16 +213,19 @@ static void keep_scores(const uint16_t *halves, int64_t b, int64_t M, int64_t K,
   int64_t ld = whole(M);
   int32_t *key = (int32_t *)(s + ld);
   for (int64_t j = 0; j < ld; j++) {
-    uint32_t bits = j < M ? (uint32_t)halves[j] << 16 : 0xFF800000;  // minus infinity
+    uint32_t bits = j < M ? (uint32_t)halves[j] << 16 : 0xFF800000, none = (bits & 0x7FFFFFFF) > 0x7F800000;
+    bits = none ? 0xFF800000 : bits;  // minus infinity
     __builtin_memcpy(s + j, &bits, 4);
   }
-  if (chosen[0] < 0 && M >= 4 * of_lists(K)) {  // an empty list would take most columns at first: it begins with what K of these reach
+  // An empty list would take most columns at first. It begins with a number that K of these exceed.
+  if (score[0] == -__builtin_inff() && M >= 4 * of_lists(K)) {
     for (int64_t j = 0; j < ld; j += W) *(ivec_at *)(key + j) = ordered((ivec)load(s + j));
-    int32_t reached = bound(key, ld, K, key + ld);
-    if (reached > (int32_t)0x807FFFFF && reached <= 0x7F800000) {  // neither minus infinity nor no number
-      int32_t less = reached - 1, bits = less ^ (less >> 31 & 0x7FFFFFFF);
-      for (int64_t r = 0; r < K; r++) __builtin_memcpy(score + r, &bits, 4);
-    }
+    int32_t bits = bound(key, ld, K, key + ld);
+    float reached;
+    bits ^= bits >> 31 & 0x7FFFFFFF;
+    __builtin_memcpy(&reached, &bits, 4);
+    reached -= (reached < 0 ? -reached : reached) / 64 + 1e-30f;  // NOTE: the next key would not do: 0 does not exceed -0
+    for (int64_t r = 0; r < K && reached < __builtin_inff(); r++) score[r] = reached;
   }
   keep(s, NULL, b, ld, K, score, chosen);
 }

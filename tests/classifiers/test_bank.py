@@ -130,6 +130,17 @@ def test_products_that_float32_puts_in_another_order(M):
     assert torch.equal(distance[:, :5], wanted.values[:, :5])
 
 
+@pytest.mark.parametrize("scale", [1e-22, 1e-23, 1e-30])
+def test_products_of_rows_whose_squares_float32_takes_for_nothing(scale):
+    generator = torch.Generator().manual_seed(9)
+    near = torch.rand(1, 131, generator=generator) + 0.5
+    rows = near * (1 + 1e-6 * torch.randn(503, 131, generator=generator)) * scale
+    queries = near + torch.rand(23, 131, generator=generator)
+    bank = Bank(131, kind="ip")
+    bank.add(rows, torch.zeros(503, dtype=torch.long))
+    assert (bank.search(queries, 5).index.numpy() == brute_force(bank, queries, 5)[0]).all()
+
+
 @pytest.mark.parametrize("kind", ["flat", "ip"])
 def test_one_scan_is_enough_for_unit_rows(kind, monkeypatch):
     """The scan's rounding is small against the distances, and hardly any query needs a second look, in float64."""

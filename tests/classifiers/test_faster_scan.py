@@ -131,6 +131,41 @@ def test_the_bank_answers_as_before(kind, case, expected, small, monkeypatch):
     assert isinstance(scan_of(bank), expected or type(None)), scan_of(bank)
 
 
+def test_many_rows_and_queries_at_the_center(small):
+    """Their scores are 0 and equal, and so is the guess; then come worse ones."""
+    half = rows_of("unit", 300, 67)
+    rows = torch.cat([torch.zeros(40, 67), half, -half])
+    queries, found = torch.cat([rows[:24], rows[100:200]]), []
+    for scan in (None, Rounded(rows, inner=False)):
+        bank = filled(rows)
+        bank._faster_scan._scan, bank._faster_scan._asked = scan, 1 << 40
+        found.append(bank.search(queries, 5))
+        assert (found[-1].index[:24] == torch.arange(5)).all()
+    assert torch.equal(found[0].index, found[1].index)
+    assert torch.equal(found[0].distance, found[1].distance)
+
+
+@pytest.mark.parametrize("kind", SCANS)
+def test_products_with_rows_that_are_all_equal(kind):
+    """Centered they are nothing, so that all there is is the rounding of float64."""
+    generator = torch.Generator().manual_seed(6)
+    rows, queries = torch.randn(1, 67, generator=generator).expand(1009, 67), torch.randn(300, 67, generator=generator)
+    true = (queries.double()[:, None] * rows[:1].double()).sum(2)[:, 0].neg()  # as `rank_products` computes them
+    _, beyond = kind(rows, True)(queries, queries.square().sum(1), 5)
+    assert (beyond <= true).all()
+
+
+def test_half_precision_around_a_search_changes_nothing(small):
+    bank = filled(rows_of("unit", 1009, 67))
+    found = bank.search(bank.embeddings[:60], 5)
+    for dtype in (torch.float16, torch.bfloat16):
+        with torch.autocast("cpu", dtype=dtype):
+            again = bank.search(bank.embeddings[:60], 5)
+        assert torch.equal(again.index, found.index)
+        assert torch.equal(again.distance, found.distance)
+    assert isinstance(scan_of(bank), Rounded)
+
+
 def test_a_sketch_is_as_narrow_as_it_can_be(small):
     """Five directions and little else: of 64 dimensions 16 axes are tried, then 8."""
     bank = filled(rows_of("flat", 1009, 64))

@@ -182,6 +182,26 @@ def test_what_is_no_number_is_never_kept() -> None:
     assert best.tolist() == [[torch.inf] * 5]
 
 
+def test_scores_of_zero_are_kept_before_worse_ones() -> None:
+    """Of either sign; a list that begins with what K columns reach must not begin with that itself."""
+    scores = torch.zeros(2, 8192)
+    scores[:, ::3] *= -1
+    scores[:, 4096:] = -5 - torch.arange(4096.0) / 8
+    best, chosen = kept(scores.bfloat16(), 3, 4096)
+    assert chosen.tolist() == [[0, 1, 2]] * 2
+    assert best.tolist() == [[0, 0, 0]] * 2
+
+
+@pytest.mark.parametrize("scale", [1e-44, 1e-38, 1e-30, 1.0, 1e38])
+def test_scores_of_any_size_are_kept(scale: float) -> None:
+    for sign in (1, -1):
+        scores = (sign * scale * (1 + torch.arange(4099) % 7 / 8)).expand(2, -1).contiguous().bfloat16()
+        wanted = scores.float().sort(dim=1, descending=True, stable=True)
+        best, chosen = kept(scores, 9, 1000)
+        assert torch.equal(best, wanted.values[:, :9])
+        assert torch.equal(chosen, wanted.indices[:, :9])
+
+
 def test_scores_that_do_not_fit_their_lists_are_refused() -> None:
     scores, best, chosen = torch.zeros(3, 7).bfloat16(), torch.zeros(3, 2), torch.zeros(3, 2).long()
     for given in ((scores.float(), best, chosen), (scores.T, best, chosen), (scores, best[:2], chosen[:2]), (scores, best[:, :1], chosen)):

@@ -187,7 +187,8 @@ def embedding_spread(embeddings: Tensor, labels: Tensor) -> dict[str, float]:
     # of all pairs less those within a class, each with itself among both
     pairs = n**2 - counts.square().sum()
     between = (of_class.sum(0).square().sum() - of_class.square().sum()) / pairs.clamp_min(1)
-    eigenvalues = torch.linalg.eigvalsh(rows.T @ rows / n).clamp_min(0)
+    moment = rows.T @ rows if n >= rows.shape[1] else rows @ rows.T  # these have the same eigenvalues, but for zeros
+    eigenvalues = torch.linalg.eigvalsh(moment / n).clamp_min(0)
     share = eigenvalues / eigenvalues.sum().clamp_min(1e-30)
     return {"effective_rank": torch.special.entr(share).sum().exp().item(), "cosine_between_classes": between.item()}
 

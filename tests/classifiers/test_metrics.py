@@ -319,7 +319,8 @@ def test_nothing_as_large_as_the_probabilities_is_made(monkeypatch: pytest.Monke
 
 def test_effective_rank_of_fewer_rows_than_dimensions_and_of_more() -> None:
     """The same rows once and three times have the same second moment."""
-    rows, labels = torch.nn.functional.normalize(torch.randn(20, 41, generator=torch.Generator().manual_seed(0)), dim=1), torch.arange(20) % 3
+    rows = torch.nn.functional.normalize(torch.randn(20, 41, generator=torch.Generator().manual_seed(0)), dim=1)
+    labels = torch.arange(20) % 3
     once, often = (embedding_spread(rows.repeat(times, 1), labels.repeat(times))["effective_rank"] for times in (1, 3))
     assert once == pytest.approx(often, rel=1e-9)
     assert 10 < once < 20
